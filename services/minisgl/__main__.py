@@ -1,0 +1,7 @@
+"""`python -m minisgl`: the same program as `minisgl`."""
+
+import sys
+
+from minisgl.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,220 @@
+"""What every process is started with, and the errors that end a start.
+
+One dataclass for each role. A field's metadata is the help of its flag, so the command line, the
+keywords of `minisgl.LLM` and this page cannot differ: the field `page_size` is `--page-size`, and
+a field that is True by default, such as `overlap_scheduling`, is switched off by
+`--disable-overlap-scheduling`. Nothing here imports torch.
+"""
+
+import dataclasses
+import os
+import secrets
+from dataclasses import dataclass, field
+from typing import Any
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DISABLE_OVERLAP_ENV = "MINISGL_DISABLE_OVERLAP_SCHEDULING"
+
+
+class UsageError(Exception):
+    """Wrong arguments or a missing path: one line for the user, exit code 2."""
+
+    exit_code = 2
+
+
+class StartError(Exception):
+    """Broken files, or a start that failed: one line for the user, exit code 1."""
+
+    exit_code = 1
+
+
+def flag(default: Any, help: str, *, choices: tuple[str, ...] | None = None) -> Any:
+    """A dataclass field that is also a command-line flag. The help leaves the default out."""
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+def new_boot() -> int:
+    """64 random bits for a boot or an incarnation; never 0."""
+    return secrets.randbits(64) | 1
+
+
+def env_switch(name: str) -> bool:
+    """An environment variable that switches something on: 1/true/yes, or 0/false/no/unset.
+
+    Raises `UsageError` for anything else, so that a typing error is not ignored.
+    """
+    value = os.environ.get(name, "").strip().lower()
+    if value in ("1", "true", "yes"):
+        return True
+    if value in ("", "0", "false", "no"):
+        return False
+    raise UsageError(f"{name} must be 1 or 0, not {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How one TP group computes. The flags of `serve`, `engine`, `chat`, `generate` and `LLM`."""
+
+    model: str
+    dtype: str = flag(
+        "auto", "type of weights and activations; auto: the model's own", choices=DTYPES
+    )
+    tensor_parallel_size: int = flag(1, "ranks that share one copy of the model")
+    max_running_requests: int = flag(256, "requests that run at the same time; others wait")
+    max_seq_len: int | None = flag(
+        None, "longest prompt plus output, in tokens (default: what the model's config allows)"
+    )
+    max_prefill_tokens: int = flag(8192, "prompt tokens computed in one step")
+    page_size: int | None = flag(
+        None, "tokens in one page of the KV cache (default: 1 on a CPU, else the backend's choice)"
+    )
+    num_pages: int | None = flag(
+        None, "pages of the KV cache (default: as many as the memory budget holds)"
+    )
+    memory_ratio: float | None = flag(
+        None,
+        "share of the free memory for weights and KV cache, over 0 to 1 (default: 0.9 on a GPU, "
+        "0.5 on a CPU)",
+    )
+    cache_type: str = flag(
+        "radix",
+        "prefix cache: radix keeps computed prefixes, naive none",
+        choices=("radix", "naive"),
+    )
+    attention_backend: str = flag(
+        "auto", "torch, cpu, fi, fa, trtllm, or a pair PREFILL,DECODE such as fa,fi"
+    )
+    cuda_graph_max_bs: int | None = flag(
+        None, "largest decode batch captured as a CUDA graph, 0: none (default: 256)"
+    )
+    overlap_scheduling: bool = flag(
+        True, "prepare the next step while this one is computed; outputs are the same without"
+    )
+    pynccl: bool = flag(True, "call NCCL directly rather than through torch.distributed")
+    load_format: str = flag(
+        "auto",
+        "auto: safetensors; dummy: random weights from the config alone",
+        choices=("auto", "dummy"),
+    )
+    schedule: str = flag(
+        "separate",
+        "separate: a step is prefill or decode; mixed: both in one step",
+        choices=("separate", "mixed"),
+    )
+    reserve_tokens: int = flag(
+        2048,
+        "output tokens for which a running request has pages reserved ahead; one that outgrows "
+        "them may be retracted and computed again later",
+    )
+    seed: int = flag(0, "seed of dummy weights, and of requests of `LLM` that give none")
+    device: str = flag(
+        "auto", "auto: a GPU if there is one", choices=("auto", "cpu", "cuda")
+    )
+    quantization: str = flag("none", "type of the stored weights", choices=("none", "int8"))
+    fake_engine: bool = flag(False, "compute nothing: arbitrary tokens at once, to time the rest")
+
+    def __post_init__(self) -> None:
+        def check(ok: bool, name: str, allowed: str) -> None:
+            if not ok:
+                shown = "--" + name.replace("_", "-")
+                raise UsageError(f"{shown} must be {allowed}, not {getattr(self, name)!r}")
+
+        for f in dataclasses.fields(self):
+            choices = f.metadata.get("choices")
+            if choices:
+                check(getattr(self, f.name) in choices, f.name, " or ".join(choices))
+        for name in (
+            "tensor_parallel_size", "max_running_requests", "max_seq_len", "max_prefill_tokens",
+            "page_size", "num_pages", "reserve_tokens",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            check(value is None or value >= 1, name, "at least 1")
+        check(
+            self.cuda_graph_max_bs is None or self.cuda_graph_max_bs >= 0,
+            "cuda_graph_max_bs",
+            "0 or more",
+        )
+        check(
+            self.memory_ratio is None or 0 < self.memory_ratio <= 1,
+            "memory_ratio",
+            "over 0 and at most 1",
+        )
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the overlap loop runs: the flag, unless the environment switches it off."""
+        return self.overlap_scheduling and not env_switch(DISABLE_OVERLAP_ENV)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig:
+    """What the four services share."""
+
+    bus: str
+    """`ipc://DIR` (one machine) or `redis://[[user]:password@]host:port/db`."""
+    service: str = "local"
+    id: str = "0"
+    model: str
+    heartbeat_timeout_seconds: float = flag(
+        30.0, "silence after which another worker is taken for dead, in seconds"
+    )
+    drain_seconds: float | None = flag(
+        None, "time to finish open work after SIGTERM, in seconds (default: half the heartbeat)"
+    )
+    pod: str = flag("", "name of the pod, shown in this worker's state")
+
+    def __post_init__(self) -> None:
+        if self.heartbeat_timeout_seconds <= 0:
+            raise UsageError(
+                "--heartbeat-timeout-seconds must be over 0, not "
+                f"{self.heartbeat_timeout_seconds!r}"
+            )
+
+    @property
+    def drain(self) -> float:
+        """Seconds to finish open work after SIGTERM."""
+        if self.drain_seconds is not None:
+            return self.drain_seconds
+        return self.heartbeat_timeout_seconds / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayConfig(WorkerConfig):
+    """The HTTP service."""
+
+    host: str = flag("127.0.0.1", "address to listen on")
+    port: int = flag(1919, "port to listen on")
+    api_keys: tuple[str, ...] = ()
+    api_keys_file: str | None = flag(
+        None, "file with one API key a line, read again when it changes (default: no key needed)"
+    )
+    served_model_name: str | None = flag(
+        None, "the model's id in the API (default: MODEL as typed)"
+    )
+    root_path: str = flag("", "prefix that a proxy leaves on every path, such as /qwen")
+    max_queued_requests: int = flag(
+        1024, "requests that may wait for their first token; one more is answered 429"
+    )
+    request_timeout_seconds: float = flag(
+        600.0, "time after which an unfinished request is ended, in seconds"
+    )
+    max_attempts: int = flag(
+        3, "tries of a request in a row without a new token before an error is sent"
+    )
+    replay_wait_seconds: float = flag(
+        600.0, "time that an accepted request waits for a group to come back, in seconds"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankConfig(WorkerConfig):
+    """One tensor-parallel rank."""
+
+    group: str = "g0"
+    tp_rank: int = 0
+    engine: EngineConfig
+    revision: str = flag("", "ranks of another revision are refused at rendezvous")
+    interface: str | None = flag(
+        None, "network interface between ranks (default: that of the route to rank 0)"
+    )
+    port_range: str | None = flag(None, "A-B: ports that rank 0 may listen on")
