@@ -1,0 +1,228 @@
+"""Compiles the C++ sources of `csrc/` when a kernel is first used, and keeps the result.
+
+    mod = extension("radix_compare")                            # a Python module: needs Python.h
+    lib = library("cpu_gemm", ["-O3", "-march=native"])         # a ctypes library: needs nothing
+
+A result is one file, `<cache>/<key>/<name>.so`. The key is a hash of everything that decides what
+the compiler makes: the source and every header beside it, the flags, the compiler's version, the
+CPU and Python's ABI. So nothing is ever stale and nothing needs to be cleaned before an upgrade.
+Processes that need the same file at the same time (all ranks of a host) wait for one of them.
+
+The cache is `$MINISGL_KERNEL_CACHE`, else `minisglang/kernels` in `$XDG_CACHE_HOME` or `~/.cache`;
+where that is not writable, a directory that this process removes when it ends.
+"""
+
+import atexit
+import ctypes
+import fcntl
+import functools
+import hashlib
+import importlib.machinery
+import importlib.util
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import ModuleType
+from typing import TypeVar
+
+from minisgl.config import env_switch
+
+CSRC = Path(__file__).parent / "csrc"
+CACHE_ENV = "MINISGL_KERNEL_CACHE"
+DISABLE_ENV = "MINISGL_DISABLE_KERNELS"
+COMPILE_TIMEOUT_SECONDS = 600
+OPTIMISED = ("-O3",)
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class KernelUnavailable(RuntimeError):
+    """A kernel cannot be compiled or loaded here; the message says why in one line."""
+
+
+def library(name: str, flags: Sequence[str] = OPTIMISED, *, csrc: Path = CSRC) -> ctypes.CDLL:
+    """`csrc/<name>.cpp`, compiled with `flags` and loaded; its `extern "C"` functions are called.
+
+    A call through ctypes costs about 2 microseconds with two array arguments. Raises
+    `KernelUnavailable`.
+    """
+    return _load(csrc / f"{name}.cpp", tuple(flags), lambda path: ctypes.CDLL(str(path)))
+
+
+def extension(name: str, flags: Sequence[str] = OPTIMISED, *, csrc: Path = CSRC) -> ModuleType:
+    """`csrc/<name>.cpp`, which defines the Python module `name`, compiled and imported.
+
+    For kernels so short that the call counts: 0.1 microseconds. Raises `KernelUnavailable`, also
+    where Python's headers are not installed.
+    """
+    include = sysconfig.get_paths()["include"]
+    if not Path(include, "Python.h").exists():
+        raise KernelUnavailable(
+            f"{name} needs Python's headers, and {include}/Python.h does not exist: "
+            "install python3-dev"
+        )
+
+    def load(path: Path) -> ModuleType:
+        loader = importlib.machinery.ExtensionFileLoader(name, str(path))
+        spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+        if spec is None:
+            raise ImportError(f"{path} is no extension module")
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+        return module
+
+    return _load(csrc / f"{name}.cpp", (*flags, f"-I{include}"), load)
+
+
+def compiler() -> tuple[str, ...]:
+    """The C++ compiler's command: `$CXX`, else the first of c++, g++ and clang++ on the path."""
+    chosen = os.environ.get("CXX", "")
+    for candidate in [shlex.split(chosen)] if chosen.strip() else [["c++"], ["g++"], ["clang++"]]:
+        found = shutil.which(candidate[0])
+        if found:
+            return (found, *candidate[1:])
+    raise KernelUnavailable(
+        f"CXX={chosen} is not on the path"
+        if chosen.strip()
+        else "there is no C++ compiler on the path (c++, g++, clang++): install g++"
+    )
+
+
+def _load(source: Path, flags: tuple[str, ...], load: Callable[[Path], T]) -> T:
+    """The loaded result of `source`; a kept file that does not load is compiled once more."""
+    if env_switch(DISABLE_ENV):
+        raise KernelUnavailable(f"kernels are switched off by {DISABLE_ENV}=1")
+    cxx = compiler()
+    command = (*cxx, "-std=c++17", "-fPIC", "-shared", *flags)
+    try:
+        key = _key(source, command, _version(cxx))
+    except OSError as error:
+        raise KernelUnavailable(f"cannot read {source}: {error.strerror}") from error
+    root = _cache_root()
+    try:
+        target = _build(source, command, root / key)
+    except OSError as error:  # the disk is full, or a directory of another user's
+        _log.warning("kernel cache %s cannot be written (%s)", root, error)
+        root = _temporary_root()
+        try:
+            target = _build(source, command, root / key)
+        except OSError as other:
+            raise KernelUnavailable(f"cannot write {root}: {other}") from other
+    try:
+        return load(target)
+    except (OSError, ImportError) as first:
+        # A file cut short by a power loss, or a cache that is mounted noexec.
+        _log.warning("kernel %s does not load (%s), compiling it again", target, first)
+        with suppress(OSError):  # of another user, or read-only: it stays as it is
+            target.unlink()
+        try:
+            return load(_build(source, command, _temporary_root() / key))
+        except (OSError, ImportError) as second:
+            raise KernelUnavailable(f"{source.name} compiles but does not load: {second}") from None
+
+
+def _build(source: Path, command: tuple[str, ...], folder: Path) -> Path:
+    """The compiled file in `folder`, made if it is not there. Raises `OSError` if it cannot be."""
+    target = folder / f"{source.stem}.so"
+    if target.exists():
+        return target
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _locked(folder / "lock"):
+        if target.exists():
+            return target
+        # The name is the process's own, and the rename atomic: where locks do nothing (some
+        # network file systems) two processes compile twice, and neither loads half a file.
+        made = folder / f"{source.stem}.{os.getpid()}.tmp"
+        try:
+            _compile((*command, "-o", str(made), str(source)), source.name)
+            os.replace(made, target)
+        finally:
+            made.unlink(missing_ok=True)
+    return target
+
+
+def _compile(command: tuple[str, ...], name: str) -> None:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace",
+            timeout=COMPILE_TIMEOUT_SECONDS,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise KernelUnavailable(
+            f"compiling {name} took over {COMPILE_TIMEOUT_SECONDS} seconds"
+        ) from error
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        first = next((line for line in lines if "error:" in line), (lines or ["no word"])[0])
+        raise KernelUnavailable(f"{command[0]} cannot compile {name}: {first.strip()}")
+
+
+def _key(source: Path, command: tuple[str, ...], version: str) -> str:
+    digest = hashlib.sha256()
+    files = [source, *sorted(source.parent.glob("*.h"))]
+    for part in (
+        version, *command, *_cpu(), str(sysconfig.get_config_var("SOABI")),
+        *(text for file in files for text in (file.name, file.read_text("utf-8"))),
+    ):  # fmt: skip
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()[:32]
+
+
+@functools.cache
+def _version(cxx: tuple[str, ...]) -> str:
+    try:
+        done = subprocess.run((*cxx, "--version"), capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise KernelUnavailable(f"{cxx[0]} does not run: {error}") from error
+    return done.stdout
+
+
+@functools.cache
+def _cpu() -> tuple[str, str]:
+    """Machine and CPU features: with -march=native a file of one host may not run on another."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    wanted = ("flags", "Features", "isa", "model name")
+    first = {line.split(":")[0].strip(): line for line in reversed(lines)}
+    return platform.machine(), "\n".join(first[name] for name in wanted if name in first)
+
+
+def _cache_root() -> Path:
+    override = os.environ.get(CACHE_ENV)
+    if override:
+        return Path(override).absolute()
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:  # a user without a home, as in many containers
+        return _temporary_root()
+    return Path(base).absolute() / "minisglang" / "kernels"
+
+
+@functools.cache
+def _temporary_root() -> Path:
+    """A directory of this process alone: a fixed name under /tmp could be another user's trap."""
+    root = Path(tempfile.mkdtemp(prefix="minisgl-kernels-"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    return root
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds an exclusive lock, which the kernel releases if this process dies."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:  # no locks on this file system; see _build
+            _log.debug("no file locks under %s", path.parent)
+        yield
