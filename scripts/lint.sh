@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Style, types and layers. Runs all of them, also after one has failed.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+bin=.venv/bin
+failed=()
+
+check() {
+    local name=$1 output
+    shift
+    if output=$("$@" 2>&1); then
+        printf 'lint: %s: ok\n' "$name"
+    else
+        printf 'lint: %s: FAILED\n%s\n' "$name" "$output"
+        failed+=("$name")
+    fi
+}
+
+check 'ruff check' $bin/ruff check .
+check 'ruff format' $bin/ruff format --check .
+check 'mypy' $bin/mypy
+check 'import layers' $bin/lint-imports --no-logo
+for chart in helm/*/Chart.yaml; do
+    [ -e "$chart" ] || continue
+    if command -v helm >/dev/null; then
+        check "helm lint $(dirname "$chart")" helm lint --strict "$(dirname "$chart")"
+    else
+        echo 'lint: helm lint: skipped, there is no helm program on this machine'
+    fi
+done
+if [ ${#failed[@]} -gt 0 ]; then
+    echo "lint: failed: ${failed[*]}"
+    exit 1
+fi
