@@ -1,0 +1,128 @@
+"""Where a model's files are: a local folder, or a repository on the Hugging Face hub.
+
+What looks like a path (it starts with `.`, `/` or `~`, or it exists) is a folder and is never
+asked for on the hub, so a typing error in a path cannot become a download.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from minisgl.config import StartError, UsageError
+
+_REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
+_IGNORED = ["original/*", "onnx/*", "consolidated*"]
+
+
+def resolve_model(
+    model: str, *, revision: str | None = None, files: Literal["all", "tokenizer"] = "all"
+) -> Path:
+    """The local folder of `model`; a repository of the hub is downloaded (or found in its cache).
+
+    `files="tokenizer"` leaves the weights out: that is all that gateways, tokenizers and
+    detokenizers need. Raises `UsageError` for a folder that is missing or is no model and for a
+    repository that does not exist, `StartError` for a download that failed.
+    """
+    local = Path(model).expanduser()
+    if model.startswith((".", "/", "~")) or local.exists():
+        return _checked_folder(model, local)
+    if not _REPO_ID.fullmatch(model):
+        raise UsageError(
+            f"model {model!r} is neither an existing folder nor a Hugging Face id such as "
+            "HuggingFaceTB/SmolLM2-135M-Instruct"
+        )
+    return _download(model, revision, files)
+
+
+def _checked_folder(model: str, folder: Path) -> Path:
+    if not folder.exists():
+        raise UsageError(f"model folder {model!r} does not exist: check the path")
+    if folder.suffix == ".gguf":
+        raise UsageError(
+            f"model {model!r} is a GGUF file: make a model folder of it with "
+            f"`minisgl convert {model} DIR` and give that"
+        )
+    if not folder.is_dir():
+        raise UsageError(f"model {model!r} is a file: give the folder that holds config.json")
+    if not (folder / "config.json").is_file():
+        raise UsageError(
+            f"model folder {model!r} holds no config.json: give a folder in Hugging Face format"
+        )
+    return folder.resolve()
+
+
+def _download(model: str, revision: str | None, files: Literal["all", "tokenizer"]) -> Path:
+    from huggingface_hub import errors, snapshot_download
+
+    patterns = [*_TOKENIZER_FILES, *(["*.safetensors"] if files == "all" else [])]
+    at = f"{model}@{revision}" if revision else model
+    try:
+        folder = Path(
+            snapshot_download(
+                model, revision=revision, allow_patterns=patterns, ignore_patterns=_IGNORED
+            )
+        )
+    except errors.GatedRepoError as error:
+        raise UsageError(
+            f"model {at!r} is gated: accept its terms on its page of the hub and set HF_TOKEN"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise UsageError(f"model {model!r} has no revision {revision!r} on the hub") from error
+    except errors.RepositoryNotFoundError as error:
+        raise UsageError(
+            f"model {at!r} is not on the hub (a private one needs HF_TOKEN), and no folder of "
+            "that name exists here"
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        raise StartError(
+            f"model {at!r} is neither a folder here nor in the download cache, and the hub cannot "
+            "be reached (or HF_HUB_OFFLINE is set)"
+        ) from error
+    except (errors.HfHubHTTPError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise StartError(f"model {at!r} could not be downloaded: {reason[0]}") from error
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"model {at!r} holds no config.json: it is not in Hugging Face format")
+    return folder
+
+
+def read_json(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
+    """The JSON object in `path`; `StartError` if it is broken, {} if absent and `missing_ok`."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        if missing_ok:
+            return {}
+        raise StartError(f"{path} is missing") from error
+    except (OSError, ValueError) as error:
+        raise StartError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise StartError(f"{path} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def eos_token_ids(folder: Path) -> tuple[int, ...]:
+    """Ids that end an output: of generation_config.json, then of config.json, each once.
+
+    Each file may give one id, a list, or none. Raises `StartError` for anything else.
+    """
+    found: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        given = read_json(folder / name, missing_ok=True).get("eos_token_id")
+        ids = given if isinstance(given, list) else [] if given is None else [given]
+        if not all(type(i) is int and i >= 0 for i in ids):
+            raise StartError(
+                f"eos_token_id in {folder / name} must be a token id or a list of them, "
+                f"not {given!r}"
+            )
+        found += ids
+    return tuple(dict.fromkeys(found))
+
+
+def model_vocab_size(folder: Path) -> int | None:
+    """Rows of the model's embedding by config.json, which may exceed the tokenizer's tokens."""
+    config = read_json(folder / "config.json", missing_ok=True)
+    size = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
+    return size if type(size) is int and size > 0 else None

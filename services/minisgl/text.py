@@ -1,0 +1,190 @@
+"""Text to token ids and back, without torch.
+
+`load_tokenizer` reads tokenizer.json as it stands, through transformers' fast tokenizer, which
+also renders chat templates. Importing it takes half a second and loads no torch; AutoTokenizer,
+which is slower, is asked only for folders without tokenizer.json.
+"""
+
+import json
+import re
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from minisgl.config import StartError
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE_MARK = "\u2581"
+"""What sentencepiece vocabularies write for a space."""
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """The character that byte-level BPE (GPT-2) writes for each byte, the other way round.
+
+    Printable bytes stand for themselves, the other 68 for characters from U+0100 on, in order.
+    """
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in set(plain)]
+    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_LEVEL = _byte_level_alphabet()
+
+
+class Tokenizer:
+    """One model's tokenizer. Wraps a loaded transformers tokenizer `hf`."""
+
+    def __init__(self, hf: Any) -> None:
+        self.hf = hf
+        self._fast: Any = getattr(hf, "_tokenizer", None)
+        """The tokenizers library's own object; None for a tokenizer written in Python."""
+        self._bytes: dict[int, bytes] = {}
+        self.decoder_types: list[str] = []
+        """Steps of the decoder as tokenizer.json names them, such as ["ByteLevel"]."""
+        if self._fast is not None:
+            self._fast.no_truncation()
+            self._fast.no_padding()
+            if self._fast.decoder is not None:
+                state = json.loads(self._fast.decoder.__getstate__())
+                self.decoder_types = [d["type"] for d in state.get("decoders", [state])]
+        self.vocab_size: int = len(hf)
+        """Tokens, added ones included."""
+        self.special_ids: frozenset[int] = frozenset(self._special_ids())
+        """Ids without visible text: `decode` skips them."""
+        self.cleans_up: bool = self._cleans_up()
+        """Whether decoded text loses spaces before punctuation (WordPiece vocabularies only)."""
+
+    def _special_ids(self) -> set[int]:
+        added = self.hf.added_tokens_decoder
+        return {*self.hf.all_special_ids, *(i for i, token in added.items() if token.special)}
+
+    def _cleans_up(self) -> bool:
+        if not getattr(self.hf, "clean_up_tokenization_spaces", False):
+            return False
+        forced = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+        bpe = self._fast is not None and type(self._fast.model).__name__ == "BPE"
+        return not bpe or bool(getattr(self.hf, forced, False))
+
+    @cached_property
+    def byte_fallback_ids(self) -> frozenset[int]:
+        """Ids of the tokens <0x00> to <0xFF>, where the decoder takes them for bytes."""
+        if "ByteFallback" not in self.decoder_types:
+            return frozenset()
+        spellings = {f"<0x{b:{form}}>" for b in range(256) for form in ("02X", "02x")}
+        ids = (self._fast.token_to_id(token) for token in spellings)
+        return frozenset(i for i in ids if i is not None)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. Raises `ValueError` for text that is not valid Unicode."""
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"the text holds half a surrogate pair at character {error.start}"
+            ) from error
+        if self._fast is None:
+            return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
+        ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Token ids of a conversation, up to where the assistant's answer starts.
+
+        The chat template writes BOS and the like itself, so nothing is added to its text. Raises
+        `ValueError` if the model has no template or the template refuses the conversation.
+        """
+        if not messages:
+            raise ValueError("messages must hold at least one message")
+        if not self.hf.chat_template:
+            raise ValueError(
+                "this model has no chat template: use /v1/completions, or add chat_template.jinja "
+                "to its folder"
+            )
+        try:
+            text = self.hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # a template is a program of the model's author: it may do all
+            reason = str(error).strip() or type(error).__name__
+            raise ValueError(f"the chat template refuses these messages: {reason}") from error
+        return self.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """The text of `ids`, as transformers decodes them. Ids without a token have no text."""
+        if self._fast is None:
+            return str(self.hf.decode(ids, skip_special_tokens=skip_special_tokens))
+        text: str = self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self.clean_up(text) if self.cleans_up else text
+
+    def decode_raw(self, ids: list[int]) -> str:
+        """`decode`, special tokens included, before any clean-up of spaces."""
+        if self._fast is None:
+            return str(self.hf.decode(ids, clean_up_tokenization_spaces=False))
+        text: str = self._fast.decode(ids, skip_special_tokens=False)
+        return text
+
+    def clean_up(self, text: str) -> str:
+        """`text` without the spaces that a WordPiece vocabulary puts before punctuation."""
+        return str(self.hf.clean_up_tokenization(text))
+
+    def has_token(self, token_id: int) -> bool:
+        """Whether `decode` knows `token_id`; a model may have more rows than its tokenizer."""
+        return bool(self._token(token_id) is not None)
+
+    def _token(self, token_id: int) -> str | None:
+        if not 0 <= token_id < 2**31:
+            return None
+        if self._fast is not None:
+            found: str | None = self._fast.id_to_token(token_id)
+            return found
+        return self.hf.convert_ids_to_tokens(token_id) if token_id < self.vocab_size else None
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The exact bytes that a token stands for, as if in the middle of a text.
+
+        They join to the bytes of the whole text; one token may hold part of a character. A
+        special token gives its name, an id without a token nothing.
+        """
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._make_bytes(token_id)
+        return found
+
+    def _make_bytes(self, token_id: int) -> bytes:
+        token = self._token(token_id)
+        if token is None:
+            return b""
+        if "ByteLevel" in self.decoder_types:
+            # Like the decoder: a token with any other character stands for itself.
+            values = [_BYTE_LEVEL.get(c) for c in token]
+            exact = bytes(b for b in values if b is not None)
+            return exact if len(exact) == len(token) else token.encode()
+        if token_id in self.special_ids:
+            return token.encode()
+        if token_id in self.byte_fallback_ids:
+            return bytes.fromhex(token[3:5])
+        if "WordPiece" in self.decoder_types:
+            joined = token.startswith("##")
+            return token[2:].encode() if joined else b" " + token.encode()
+        if self._fast is None and (match := _BYTE_TOKEN.fullmatch(token)):
+            return bytes.fromhex(match[1])
+        return token.replace(_SPACE_MARK, " ").encode()
+
+    def token_text(self, token_id: int) -> str:
+        """`token_bytes` as text; bytes that are no whole character show as U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+
+def load_tokenizer(folder: Path | str) -> Tokenizer:
+    """The tokenizer of a model folder; `StartError` if it has none or its files are broken."""
+    folder = Path(folder)
+    # Imported here: half a second that a process which only reads messages need not spend.
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        if (folder / "tokenizer.json").is_file():
+            return Tokenizer(PreTrainedTokenizerFast.from_pretrained(folder))
+        from transformers import AutoTokenizer
+
+        return Tokenizer(AutoTokenizer.from_pretrained(folder))
+    except Exception as error:  # the library raises a bare Exception for a broken tokenizer.json
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise StartError(f"the tokenizer in {folder} cannot be read: {reason[0]}") from error
