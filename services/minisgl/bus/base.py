@@ -30,6 +30,10 @@ def reply_queue(gateway: str) -> str:
     return f"reply:{gateway}"
 
 
+class BusError(Exception):
+    """The bus does not answer or takes nothing. The caller may try the same again."""
+
+
 @dataclass(slots=True)
 class Entry:
     """One received entry."""
