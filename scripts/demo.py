@@ -3,58 +3,18 @@
 
 import argparse
 import os
-import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
-from typing import IO
 
-import httpx
 import openai
 from get_model import get_model
 
+from minisgl.bench.server import Server
+from minisgl.config import StartError
+
 QUESTION = "Name three rivers of Europe and say one sentence about each."
 START_SECONDS = 1800.0  # a hub model may have to be downloaded first
-STOP_SECONDS = 30.0
-
-
-def choose_port(preferred: int) -> int:
-    """`preferred`, or a free port if something listens there."""
-    with socket.socket() as probe:
-        # As the server does: a port in TIME_WAIT counts as free.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", preferred))
-        except OSError:
-            probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def wait_until_ready(server: subprocess.Popen[bytes], url: str, log: IO[bytes]) -> bool:
-    """Whether the server answers /ready with 200; False once it has ended or time is up.
-
-    Shows the server's log meanwhile: its progress bars, or why it does not start.
-    """
-    limit = time.monotonic() + START_SECONDS
-    shown = 0
-    while True:
-        ended = server.poll() is not None
-        # pread: the server writes at the file offset that it shares with this process.
-        text = os.pread(log.fileno(), 1 << 20, shown)
-        shown += len(text)
-        sys.stderr.buffer.write(text)
-        sys.stderr.flush()
-        if ended or time.monotonic() > limit:
-            return False
-        try:
-            if httpx.get(f"{url}/ready", timeout=5).status_code == 200:
-                return True
-        except httpx.TransportError:
-            pass
-        time.sleep(0.2)
 
 
 def ask(url: str, question: str, max_tokens: int) -> None:
@@ -87,17 +47,6 @@ def ask(url: str, question: str, max_tokens: int) -> None:
     )
 
 
-def stop(server: subprocess.Popen[bytes]) -> None:
-    """End the server as Ctrl-C does; by force if that takes too long."""
-    if server.poll() is None:
-        server.send_signal(signal.SIGINT)
-        try:
-            server.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -115,27 +64,16 @@ def main() -> int:
     except subprocess.CalledProcessError as error:
         print(f"demo: `{' '.join(error.cmd[2:5])} ...` failed: see above", file=sys.stderr)
         return 1
-    port = choose_port(args.port)
-    url = f"http://127.0.0.1:{port}"
-    command = [str(Path(sys.executable).with_name("minisgl")), "serve", model, "--port", str(port)]
-    print(f"Starting: minisgl {' '.join(command[1:])}", flush=True)
-    with tempfile.TemporaryFile() as log:
-        # Its own session: a Ctrl-C here reaches only this program, which then stops the server.
-        server = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            if not wait_until_ready(server, url, log):
-                print("demo: the server did not start: see above", file=sys.stderr)
-                return 1
-            ask(url, args.question, args.max_tokens)
-        except openai.OpenAIError as error:
-            print(f"\ndemo: the request failed: {error}", file=sys.stderr)
-            return 1
-        except KeyboardInterrupt:
-            return 130
-        finally:
-            stop(server)
+    server = Server(model, port=args.port, start_seconds=START_SECONDS, echo=sys.stderr.buffer)
+    print(f"Starting: minisgl {' '.join(server.command[3:])}", flush=True)
+    try:
+        with server:
+            ask(server.url, args.question, args.max_tokens)
+    except (StartError, openai.OpenAIError) as error:
+        print(f"\ndemo: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 

@@ -1,0 +1,204 @@
+"""`minisgl bench serve`: latency and throughput of a server, as its clients see them."""
+
+import argparse
+import asyncio
+import contextlib
+import platform
+import shlex
+import sys
+from collections import Counter
+
+from tqdm import tqdm
+
+from minisgl.bench.client import Generator, Load, look_at, plan
+from minisgl.bench.plot import check_plotting, plot_served
+from minisgl.bench.server import Server
+from minisgl.bench.stats import served_report, table, write_json
+from minisgl.config import UsageError
+
+
+def token_range(text: str) -> tuple[int, int]:
+    """`100-400`, or `256` for exactly that many; for argparse."""
+    low, _, high = text.partition("-")
+    try:
+        found = (int(low), int(high or low))
+    except ValueError:
+        found = (0, 0)
+    if not 1 <= found[0] <= found[1]:
+        raise argparse.ArgumentTypeError(f"must be N or MIN-MAX with 1 <= MIN <= MAX, not {text!r}")
+    return found
+
+
+def positive(text: str) -> float:
+    """A number over 0; for argparse."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number over 0, not {text!r}")
+    return value
+
+
+def positive_int(text: str) -> int:
+    """A whole number over 0; for argparse."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number over 0, not {text!r}")
+    return int(text)
+
+
+def share(text: str) -> float:
+    """A number from 0 to 1; for argparse."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"must be between 0 and 1, not {text!r}")
+    return value
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--url", help="a running server, such as http://127.0.0.1:1919")
+    where.add_argument("--model", help="start `minisgl serve MODEL` for the run, and stop it after")
+    parser.add_argument(
+        "--serve-args",
+        default="",
+        metavar="TEXT",
+        help="with --model: flags for the server, such as '--dtype float32' (default: none)",
+    )
+    parser.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        help="with --url: the model to ask (default: the first one that the server lists)",
+    )
+    parser.add_argument("--api-key", metavar="KEY", help="key of the server (default: none)")
+    parser.add_argument(
+        "--num-prompts", type=positive_int, default=32, help="requests to send (default: 32)"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=positive,
+        help="send them again and again for so long, in seconds (default: send them once)",
+    )
+    parser.add_argument(
+        "--prompt-tokens",
+        type=token_range,
+        default=(32, 128),
+        metavar="MIN-MAX",
+        help="length of the prompts in tokens, uniform in this range (default: 32-128)",
+    )
+    parser.add_argument(
+        "--output-tokens",
+        type=token_range,
+        default=(16, 64),
+        metavar="MIN-MAX",
+        help="length of the outputs in tokens, uniform in this range (default: 16-64)",
+    )
+    parser.add_argument(
+        "--request-rate",
+        type=positive,
+        help="mean arrivals in requests per second (default: all at once)",
+    )
+    parser.add_argument(
+        "--arrival",
+        choices=("poisson", "fixed"),
+        default="poisson",
+        help="with --request-rate: at random or at even distances (default: poisson)",
+    )
+    parser.add_argument(
+        "--concurrency",
+        type=positive_int,
+        help="most open requests; those that are due wait for their turn (default: no limit)",
+    )
+    parser.add_argument(
+        "--disconnect-share",
+        type=share,
+        default=0.0,
+        metavar="SHARE",
+        help="share of clients that go away in the middle of their answer, 0 to 1 (default: 0)",
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.6, help="sampling temperature, 0 to 2 (default: 0.6)"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=positive,
+        default=600.0,
+        help="longest silence within a request, in seconds (default: 600)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of lengths and arrivals (default: 0)")
+    parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
+    parser.add_argument("--plot", metavar="FILE.png", help="write a picture to this file")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Send the load and report. 0 if every request was answered, else 1.
+
+    Raises `UsageError` and `StartError`.
+    """
+    if args.plot:
+        check_plotting()
+    with contextlib.ExitStack() as stack:
+        url, model = args.url, args.served_model_name
+        if args.model:
+            try:
+                flags = shlex.split(args.serve_args)
+            except ValueError as error:
+                raise UsageError(f"--serve-args cannot be split into flags: {error}") from None
+            server = Server(args.model, flags, echo=sys.stderr.buffer)
+            url = stack.enter_context(server).url
+        target = look_at(url, model, args.api_key)
+        requests = plan(
+            target,
+            args.num_prompts,
+            args.prompt_tokens,
+            args.output_tokens,
+            args.disconnect_share,
+            args.seed,
+        )
+        load = Load(
+            requests=requests,
+            arrival=args.arrival,
+            rate=args.request_rate,
+            concurrency=args.concurrency,
+            seconds=args.seconds,
+            seed=args.seed,
+            temperature=args.temperature,
+            timeout=args.timeout,
+        )
+        generator = Generator(target, load)
+        total = None if args.seconds else len(requests)
+        with tqdm(total=total, unit="req", disable=not sys.stderr.isatty()) as bar:
+            asyncio.run(generator.run(bar.update))
+
+    report = served_report(generator.records)
+    report["model"] = target.model
+    report["host"] = platform.machine()
+    report["arguments"] = {k: v for k, v in vars(args).items() if _plain(k, v)}
+    print(
+        f"{report['completed']} of {report['requests']} requests answered in "
+        f"{report['seconds']:.1f} s, {report['left']} left on purpose, {report['errors']} failed\n"
+        f"{report['output_tokens_per_second']:.1f} output tokens/s, "
+        f"{report['requests_per_second']:.2f} requests/s\n"
+    )
+    latencies = {
+        "first token (TTFT)": report["ttft_seconds"],
+        "each further (TPOT)": report["tpot_seconds"],
+        "whole request (E2E)": report["e2e_seconds"],
+    }
+    print(table(latencies, "milliseconds", 1e3))
+    for text, count in Counter(r.error for r in generator.records if r.error).most_common(5):
+        print(f"failed {count} times: {text}", file=sys.stderr)
+    if args.json:
+        write_json(args.json, report)
+    if args.plot:
+        plot_served(generator.records, args.plot, f"{target.model}: {report['requests']} requests")
+    return 1 if report["errors"] else 0
+
+
+def _plain(name: str, value: object) -> bool:
+    """Whether an argument goes into the report: no secret, nothing that is not data."""
+    return name != "api_key" and isinstance(value, str | int | float | tuple | None)
