@@ -53,7 +53,9 @@ class AttentionBackend(ABC):
         """Fill `batch.metadata`, once a step."""
 
     @abstractmethod
-    def forward(self, q: torch.Tensor, layer: int, pool: "KVPool", batch: ForwardBatch) -> torch.Tensor:
+    def forward(
+        self, q: torch.Tensor, layer: int, pool: "KVPool", batch: ForwardBatch
+    ) -> torch.Tensor:
         """Attention of the new tokens over all tokens of their requests.
 
         q is [T, local_heads, head_dim]; so is the result. Keys and values come from `pool`.

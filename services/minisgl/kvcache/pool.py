@@ -1,0 +1,59 @@
+"""Where keys and values are stored."""
+
+import torch
+
+
+def page_bytes(
+    *, layers: int, kv_heads: int, page_size: int, head_dim: int, dtype: torch.dtype
+) -> int:
+    """Bytes of one page over all layers, keys and values, with this rank's KV heads."""
+    return 2 * layers * kv_heads * page_size * head_dim * dtype.itemsize
+
+
+class KVPool:
+    """Keys and values of all layers in pages of `page_size` tokens.
+
+    The buffer is [2, layers, pages + 1, page_size, kv_heads, head_dim]. A slot is a token's place
+    in it, counted over all pages: page * page_size + offset. The last page is the dummy page, for
+    rows that only fill a batch up. It starts with zeros, so that no slot ever holds a NaN.
+    """
+
+    def __init__(
+        self, *, layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int,
+        dtype: torch.dtype, device: torch.device,
+    ) -> None:  # fmt: skip
+        self.pages = pages
+        self.page_size = page_size
+        self.dummy_page = pages
+        shape = (2, layers, pages + 1, page_size, kv_heads, head_dim)
+        self.buffer = torch.zeros(shape, dtype=dtype, device=device)
+        slots = self.buffer.view(2, layers, (pages + 1) * page_size, kv_heads, head_dim)
+        # views are made once: a store and two reads a layer would else make them in each step
+        self._k, self._v = list(slots[0].unbind()), list(slots[1].unbind())
+        self._k_pages, self._v_pages = list(self.buffer[0].unbind()), list(self.buffer[1].unbind())
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the buffer, the dummy page included."""
+        return self.buffer.numel() * self.buffer.element_size()
+
+    def k(self, layer: int) -> torch.Tensor:
+        """Keys of one layer by slot: [slots, kv_heads, head_dim]."""
+        return self._k[layer]
+
+    def v(self, layer: int) -> torch.Tensor:
+        """Values of one layer by slot: [slots, kv_heads, head_dim]."""
+        return self._v[layer]
+
+    def k_pages(self, layer: int) -> torch.Tensor:
+        """Keys of one layer by page: [pages + 1, page_size, kv_heads, head_dim]."""
+        return self._k_pages[layer]
+
+    def v_pages(self, layer: int) -> torch.Tensor:
+        """Values of one layer by page: [pages + 1, page_size, kv_heads, head_dim]."""
+        return self._v_pages[layer]
+
+    def store(self, layer: int, k: torch.Tensor, v: torch.Tensor, out_loc: torch.Tensor) -> None:
+        """Write k and v [T, kv_heads, head_dim] to the slots out_loc [T] of one layer."""
+        self._k[layer].index_copy_(0, out_loc, k)
+        self._v[layer].index_copy_(0, out_loc, v)

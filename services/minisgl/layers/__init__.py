@@ -1,0 +1,1 @@
+"""Operators that models are made of, split over tensor-parallel ranks."""

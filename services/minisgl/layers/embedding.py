@@ -1,0 +1,65 @@
+"""Token embedding and LM head, both split by vocabulary."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from minisgl.distributed import Communicator
+from minisgl.layers.base import META, BaseOP, Piece
+from minisgl.layers.sharding import padded_shard
+
+
+class _VocabParallel(BaseOP):
+    """A table [local vocabulary, hidden]; the vocabulary is padded to a multiple of the ranks."""
+
+    def __init__(self, vocab: int, hidden: int, dtype: torch.dtype, comm: Communicator) -> None:
+        self._shard = padded_shard(vocab, comm.rank, comm.size)
+        self._vocab, self._hidden, self._comm = vocab, hidden, comm
+        self.weight = torch.empty(self._shard.local, hidden, dtype=dtype, device=META)
+
+    def pieces(self, prefix: str = "") -> Iterator[Piece]:
+        hidden = slice(0, self._hidden)
+        yield Piece(
+            prefix + "weight", (self._vocab, self._hidden), (self._shard.take, hidden),
+            prefix + "weight", (slice(0, self._shard.count), hidden),
+        )  # fmt: skip
+
+
+class VocabParallelEmbedding(_VocabParallel):
+    """Rows of the table; each rank gives zero for the ids of the others, then they are added."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids is [T]; the result [T, hidden]."""
+        if self._comm.size == 1:
+            return F.embedding(ids, self.weight)
+        local = ids - self._shard.start
+        other = (local < 0) | (local >= self._shard.count)
+        out = F.embedding(local.masked_fill_(other, 0), self.weight)
+        out.masked_fill_(other.unsqueeze(1), 0)
+        self._comm.all_reduce(out)
+        return out
+
+
+class ParallelLMHead(_VocabParallel):
+    """Scores of the whole vocabulary, from a table of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x is [B, hidden]; the result [B, vocab] float32, whole on every rank."""
+        return _logits(x, self.weight, self._vocab, self._comm)
+
+
+class TiedLMHead(BaseOP):
+    """Scores of the whole vocabulary, from the table of the embedding."""
+
+    def __init__(self, embedding: VocabParallelEmbedding) -> None:
+        self._embedding = embedding
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x is [B, hidden]; the result [B, vocab] float32, whole on every rank."""
+        table = self._embedding
+        return _logits(x, table.weight, table._vocab, table._comm)
+
+
+def _logits(x: torch.Tensor, weight: torch.Tensor, vocab: int, comm: Communicator) -> torch.Tensor:
+    return comm.all_gather(F.linear(x, weight))[:, :vocab].float()

@@ -1,0 +1,87 @@
+"""Matrix products whose weights are split over the ranks."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from minisgl.distributed import Communicator
+from minisgl.layers.base import META, BaseOP, Piece
+from minisgl.layers.sharding import Shard
+
+
+class Linear(BaseOP):
+    """`x @ weight.T + bias`, whole on every rank. weight is [outputs, inputs]."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> None:
+        self.weight = torch.empty(outputs, inputs, dtype=dtype, device=META)
+        self.bias = torch.empty(outputs, dtype=dtype, device=META) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x is [T, inputs]; the result [T, outputs]."""
+        return F.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One projection of a merged one: its name in the checkpoint, its outputs, those held here."""
+
+    name: str
+    size: int
+    shard: Shard
+
+
+class MergedColumnLinear(Linear):
+    """Projections of the same input in one product, each split by outputs: Q, K, V or gate, up.
+
+    In a checkpoint they stand beside this operator under their own names.
+    """
+
+    def __init__(self, inputs: int, parts: Sequence[Part], bias: bool, dtype: torch.dtype) -> None:
+        super().__init__(inputs, sum(p.shard.local for p in parts), bias, dtype)
+        self._inputs, self._parts = inputs, tuple(parts)
+
+    def pieces(self, prefix: str = "") -> Iterator[Piece]:
+        parent = prefix.rstrip(".").rpartition(".")[0]
+        start = 0
+        for part in self._parts:
+            source = f"{parent}.{part.name}." if parent else f"{part.name}."
+            put = slice(start, start + part.shard.count)
+            inputs = slice(0, self._inputs)
+            yield Piece(
+                source + "weight", (part.size, self._inputs), (part.shard.take, inputs),
+                prefix + "weight", (put, inputs),
+            )  # fmt: skip
+            if self.bias is not None:
+                yield Piece(
+                    source + "bias", (part.size,), (part.shard.take,), prefix + "bias", (put,)
+                )
+            start += part.shard.local
+
+
+class RowParallelLinear(Linear):
+    """Split by inputs: each rank has a share of the sum, and an all-reduce adds them up."""
+
+    def __init__(
+        self, inputs: int, shard: Shard, outputs: int, bias: bool, dtype: torch.dtype,
+        comm: Communicator,
+    ) -> None:  # fmt: skip
+        super().__init__(shard.local, outputs, bias, dtype)
+        self._inputs, self._shard, self._outputs, self._comm = inputs, shard, outputs, comm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x is [T, local inputs]; the result [T, outputs] is whole on every rank."""
+        bias = self.bias if self._comm.rank == 0 else None  # once in the sum
+        out = F.linear(x, self.weight, bias)
+        self._comm.all_reduce(out)
+        return out
+
+    def pieces(self, prefix: str = "") -> Iterator[Piece]:
+        outputs = slice(0, self._outputs)
+        yield Piece(
+            prefix + "weight", (self._outputs, self._inputs), (outputs, self._shard.take),
+            prefix + "weight", (outputs, slice(0, self._shard.count)),
+        )  # fmt: skip
+        if self.bias is not None:
+            yield Piece(prefix + "bias", (self._outputs,), (outputs,), prefix + "bias", (outputs,))

@@ -1,0 +1,1 @@
+"""The decoder, its configuration, and the loading of its weights."""

@@ -1,0 +1,162 @@
+"""The decoder that all supported families share; they differ in `ModelConfig` only."""
+
+import torch
+
+from minisgl.attention.base import AttentionBackend, ForwardBatch
+from minisgl.distributed import Communicator
+from minisgl.kvcache.pool import KVPool
+from minisgl.layers.activation import silu_and_mul
+from minisgl.layers.base import BaseOP, OPList
+from minisgl.layers.embedding import ParallelLMHead, TiedLMHead, VocabParallelEmbedding
+from minisgl.layers.linear import MergedColumnLinear, Part, RowParallelLinear
+from minisgl.layers.norm import RMSNorm
+from minisgl.layers.rotary import Angles, RotaryEmbedding
+from minisgl.layers.sharding import HeadShard, Shard, even_shard, head_shard
+from minisgl.models.config import ModelConfig
+from minisgl.moe.layer import MoeMLP
+
+
+class Attention(BaseOP):
+    """Self-attention of one layer with this rank's heads."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, heads: HeadShard, dtype: torch.dtype,
+        comm: Communicator, rotary: RotaryEmbedding,
+    ) -> None:  # fmt: skip
+        dim, hidden = config.head_dim, config.hidden_size
+        self._layer, self._rotary = layer, rotary
+        self._q, self._kv, self._dim = heads.q.local, heads.kv.local, dim
+        q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
+        q, kv = heads.q.scaled(dim), heads.kv.scaled(dim)
+        parts = (
+            Part("q_proj", q_size, q),
+            Part("k_proj", kv_size, kv),
+            Part("v_proj", kv_size, kv),
+        )
+        self.qkv_proj = MergedColumnLinear(hidden, parts, config.qkv_bias, dtype)
+        self.o_proj = RowParallelLinear(q_size, q, hidden, config.o_bias, dtype, comm)
+        self.q_norm = RMSNorm(dim, config.rms_norm_eps, dtype) if config.qk_norm else None
+        self.k_norm = RMSNorm(dim, config.rms_norm_eps, dtype) if config.qk_norm else None
+
+    def forward(
+        self, x: torch.Tensor, angles: Angles, batch: ForwardBatch, attn: AttentionBackend,
+        pool: KVPool,
+    ) -> torch.Tensor:  # fmt: skip
+        """x is [T, hidden]; so is the result."""
+        heads = self.qkv_proj.forward(x).view(-1, self._q + 2 * self._kv, self._dim)
+        qk, v = heads[:, : self._q + self._kv], heads[:, self._q + self._kv :]
+        q, k = qk[:, : self._q], qk[:, self._q :]
+        if self.q_norm is None or self.k_norm is None:
+            self._rotary.rotate(qk, angles)
+        else:
+            q, k = self.q_norm.forward(q), self.k_norm.forward(k)
+            self._rotary.rotate(q, angles)
+            self._rotary.rotate(k, angles)
+        pool.store(self._layer, k, v, batch.out_loc)
+        out = attn.forward(q, self._layer, pool, batch)
+        return self.o_proj.forward(out.reshape(-1, self._q * self._dim))
+
+
+class MLP(BaseOP):
+    """The gated MLP of a dense layer."""
+
+    def __init__(
+        self, hidden: int, width: int, shard: Shard, bias: bool, dtype: torch.dtype,
+        comm: Communicator,
+    ) -> None:  # fmt: skip
+        parts = (Part("gate_proj", width, shard), Part("up_proj", width, shard))
+        self.gate_up_proj = MergedColumnLinear(hidden, parts, bias, dtype)
+        self.down_proj = RowParallelLinear(width, shard, hidden, bias, dtype, comm)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x is [T, hidden]; so is the result."""
+        return self.down_proj.forward(silu_and_mul(self.gate_up_proj.forward(x)))
+
+
+class DecoderLayer(BaseOP):
+    """Attention, then MLP, each behind a norm and added to the residual."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, heads: HeadShard, dtype: torch.dtype,
+        comm: Communicator, rotary: RotaryEmbedding,
+    ) -> None:  # fmt: skip
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(hidden, eps, dtype)
+        self.self_attn = Attention(config, layer, heads, dtype, comm, rotary)
+        self.post_attention_layernorm = RMSNorm(hidden, eps, dtype)
+        self.mlp = _mlp(config, layer, dtype, comm)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles, batch: ForwardBatch,
+        attn: AttentionBackend, pool: KVPool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """x and residual are [T, hidden]: what was computed last and what it is to be added to."""
+        x, residual = self.input_layernorm.forward_add(x, residual)
+        x = self.self_attn.forward(x, angles, batch, attn, pool)
+        x, residual = self.post_attention_layernorm.forward_add(x, residual)
+        return self.mlp.forward(x), residual
+
+
+class Decoder(BaseOP):
+    """Embedding, layers and the last norm."""
+
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, comm: Communicator, device: torch.device
+    ) -> None:
+        heads = head_shard(config.num_heads, config.num_kv_heads, comm.rank, comm.size)
+        rotary = RotaryEmbedding(config.rope, config.head_dim, device)
+        self._rotary, self._dtype = rotary, dtype
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, dtype, comm
+        )
+        self._layers = [
+            DecoderLayer(config, i, heads, dtype, comm, rotary) for i in range(config.num_layers)
+        ]
+        self.layers = OPList(self._layers)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+
+    def forward(self, batch: ForwardBatch, attn: AttentionBackend, pool: KVPool) -> torch.Tensor:
+        """The hidden state of each request's last token: [B, hidden]."""
+        angles = self._rotary.angles(batch.positions, self._dtype)
+        x, residual = self.embed_tokens.forward(batch.input_ids), None
+        for layer in self._layers:
+            x, residual = layer.forward(x, residual, angles, batch, attn, pool)
+        if not batch.is_decode:
+            x = x.index_select(0, batch.last_indices)
+            residual = None if residual is None else residual.index_select(0, batch.last_indices)
+        return self.norm.forward_add(x, residual)[0]
+
+
+class CausalLM(BaseOP):
+    """One rank's part of a model, on the meta device until `load_state_dict`."""
+
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, comm: Communicator, device: torch.device
+    ) -> None:
+        self.model = Decoder(config, dtype, comm, device)
+        self.lm_head: ParallelLMHead | TiedLMHead
+        if config.tie_word_embeddings:
+            self.lm_head = TiedLMHead(self.model.embed_tokens)
+        else:
+            self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, dtype, comm)
+
+    def forward(self, batch: ForwardBatch, attn: AttentionBackend, pool: KVPool) -> torch.Tensor:
+        """Scores of each request's next token: [B, vocab] float32, whole on every rank.
+
+        `attn.prepare_metadata(batch)` has run. Keys and values of the new tokens go to `pool`.
+        """
+        return self.lm_head.forward(self.model.forward(batch, attn, pool))
+
+
+def _mlp(config: ModelConfig, layer: int, dtype: torch.dtype, comm: Communicator) -> MLP | MoeMLP:
+    hidden, moe = config.hidden_size, config.moe
+    if moe is not None and layer in moe.layers:
+        width = moe.intermediate_size
+        return MoeMLP(
+            experts=moe.num_experts, top_k=moe.experts_per_token, normalise=moe.norm_topk_prob,
+            hidden=hidden, width=width, dtype=dtype, comm=comm,
+            shard=even_shard("moe_intermediate_size", width, comm.rank, comm.size),
+        )  # fmt: skip
+    width = config.intermediate_size
+    shard = even_shard("intermediate_size", width, comm.rank, comm.size)
+    return MLP(hidden, width, shard, config.mlp_bias, dtype, comm)
