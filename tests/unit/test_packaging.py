@@ -81,7 +81,7 @@ def test_a_plain_installation_has_what_the_roles_of_one_machine_need() -> None:
 def test_only_engines_need_torch(role: str) -> None:
     needed = names(requirements_of(role, "redis").stdout.split("\n"))
     assert "msgspec" in needed
-    assert not needed & {"torch", "transformers", *names(EXTRAS["cuda"])}
+    assert not needed & {"torch", *names(EXTRAS["cuda"])}
 
 
 def test_an_extra_of_extras_is_resolved() -> None:
