@@ -107,9 +107,7 @@ class EngineConfig:
         "them may be retracted and computed again later",
     )
     seed: int = flag(0, "seed of dummy weights, and of requests of `LLM` that give none")
-    device: str = flag(
-        "auto", "auto: a GPU if there is one", choices=("auto", "cpu", "cuda")
-    )
+    device: str = flag("auto", "auto: a GPU if there is one", choices=("auto", "cpu", "cuda"))
     quantization: str = flag("none", "type of the stored weights", choices=("none", "int8"))
     fake_engine: bool = flag(False, "compute nothing: arbitrary tokens at once, to time the rest")
 
@@ -162,6 +160,12 @@ class WorkerConfig:
         None, "time to finish open work after SIGTERM, in seconds (default: half the heartbeat)"
     )
     pod: str = flag("", "name of the pod, shown in this worker's state")
+    bus_password_file: str | None = flag(
+        None, "file with the password of Redis, read again at each connection"
+    )
+    bus_ca_file: str | None = flag(
+        None, "file with the certificate authority of a rediss:// bus, read at each connection"
+    )
 
     def __post_init__(self) -> None:
         if self.heartbeat_timeout_seconds <= 0:
@@ -169,6 +173,8 @@ class WorkerConfig:
                 "--heartbeat-timeout-seconds must be over 0, not "
                 f"{self.heartbeat_timeout_seconds!r}"
             )
+        if self.drain_seconds is not None and self.drain_seconds < 0:
+            raise UsageError(f"--drain-seconds must be 0 or more, not {self.drain_seconds!r}")
 
     @property
     def drain(self) -> float:
@@ -204,6 +210,21 @@ class GatewayConfig(WorkerConfig):
     replay_wait_seconds: float = flag(
         600.0, "time that an accepted request waits for a group to come back, in seconds"
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        limits = {
+            "port": (0, 65535),
+            "max_queued_requests": (1, None),
+            "request_timeout_seconds": (0.001, None),
+            "max_attempts": (1, None),
+            "replay_wait_seconds": (0, None),
+        }
+        for name, (least, most) in limits.items():
+            value = getattr(self, name)
+            if value < least or (most is not None and value > most):
+                allowed = f"at least {least}" if most is None else f"between {least} and {most}"
+                raise UsageError(f"--{name.replace('_', '-')} must be {allowed}, not {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

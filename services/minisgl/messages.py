@@ -86,9 +86,7 @@ class SamplingParams(
             "max_tokens",
             "at least 1",
         )
-        check(
-            self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "a signed 64-bit integer"
-        )
+        check(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "a signed 64-bit integer")
         check(-2 <= self.presence_penalty <= 2, "presence_penalty", "between -2 and 2")
         check(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "between -2 and 2")
         check(0 < self.repetition_penalty <= 100, "repetition_penalty", "over 0 and at most 100")
@@ -102,9 +100,7 @@ class SamplingParams(
             "stop",
             f"at most {MAX_STOP_STRINGS} strings, none of them empty",
         )
-        check(
-            all(0 <= t < 2**31 for t in self.stop_token_ids), "stop_token_ids", "ids of tokens"
-        )
+        check(all(0 <= t < 2**31 for t in self.stop_token_ids), "stop_token_ids", "ids of tokens")
         check(-(2**31) <= self.priority < 2**31, "priority", "a signed 32-bit integer")
         for token, bias in (self.logit_bias or {}).items():
             if token < 0 or not -100 <= bias <= 100:
@@ -214,7 +210,7 @@ class DetokenizeMsg(_Message, tag="detok"):
     logprobs: list[TokenLogprobs] | None = None
     """One for each of `ids`, where the request asked for them."""
     finish: FinishReason | None = None
-    """Comes with the last token. `stop`: the last id is an EOS or a stop id, without visible text."""
+    """Comes with the last token. `stop`: that id is an EOS or a stop id, without visible text."""
     opening: Opening | None = None
 
 

@@ -1,0 +1,1 @@
+"""The engine of a rank: computes the steps that the scheduler makes."""
