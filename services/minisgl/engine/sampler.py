@@ -1,0 +1,230 @@
+"""From logits to the next tokens.
+
+In this order: biases, then penalties, on the model's logits; then the most likely token for greedy
+requests, and for the others temperature, top_k, top_p, min_p, and a draw with the noise of
+`philox`. Whatever no request of a batch needs is not computed. A request's tokens do not depend on
+the others of its batch, to the bit.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from minisgl.engine import philox
+from minisgl.engine import sampling_table as table_
+from minisgl.engine.filters import bounds
+from minisgl.engine.logprobs import LogprobBatch, Logprobs, logprobs_of
+from minisgl.engine.penalties import BiasBatch, BiasState, PenaltyBatch, PenaltyState
+from minisgl.engine.sampling_table import SamplingTable
+from minisgl.messages import SamplingParams
+
+Ids = npt.NDArray[np.int32]
+Rows = npt.NDArray[np.integer]
+
+
+@dataclass(frozen=True, slots=True)
+class DrawBatch:
+    """The n requests of a batch that draw. All on the device."""
+
+    index: Tensor | None
+    """[n] int64: places in the batch; None: all of it."""
+    temperature: Tensor
+    """[n] float32."""
+    seeds: Tensor
+    """[n] int64."""
+    positions: Tensor
+    """[n] int64: output tokens of the request before this draw."""
+    top_k: Tensor | None
+    """[n] int64; None: no request limits it. The same for the next two."""
+    top_p: Tensor | None
+    min_p: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """What the requests of one batch need; made before the forward pass is queued."""
+
+    draw: DrawBatch | None
+    """None: all are greedy."""
+    penalties: PenaltyBatch | None
+    bias: BiasBatch | None
+    logprobs: LogprobBatch | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The result of one step, on the device."""
+
+    tokens: Tensor
+    """[B] int64."""
+    logprobs: Logprobs | None
+
+
+class Sampler:
+    """Chooses the next tokens, and remembers what penalties need. One for each rank.
+
+    Not thread-safe: `prepare` and `sample` of a batch are called in turn, and on a GPU all on the
+    stream of the forward pass.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device | str, max_rows: int) -> None:
+        self._vocab_size = vocab_size
+        self._device = torch.device(device)
+        self.table = SamplingTable(max_rows)
+        self._penalties = PenaltyState(vocab_size, self._device)
+        self._biases = BiasState(vocab_size, self._device)
+
+    def admit(self, row: int, params: SamplingParams, prompt_ids: Ids, output_ids: Ids) -> None:
+        """A request takes `row`. `output_ids` are those of earlier attempts or before a retraction.
+
+        Raises `ValueError` if `logit_bias` names a token that the model does not have.
+        """
+        self.release(row)
+        if params.logit_bias:
+            self._biases.admit(row, params.logit_bias)
+        self.table.set(row, params)
+        if self.table.needs[row] & table_.PENALTY:
+            self._penalties.admit(row, prompt_ids, output_ids)
+
+    def release(self, row: int) -> None:
+        """The row is free. No step that is prepared later may hold its request."""
+        self.table.clear(row)
+        self._penalties.release(row)
+        self._biases.release(row)
+
+    def prepare(
+        self,
+        rows: Rows,
+        positions: Rows,
+        draws: npt.NDArray[np.bool_] | None = None,
+    ) -> SamplingBatch:
+        """What the requests in `rows` [B] need for their next token.
+
+        `positions` [B] are the output tokens of each request before it, over all attempts.
+        `draws` [B] is False for a chunk, whose token is dropped: it counts for no penalty.
+        """
+        table = self.table
+        needs = table.needs[rows]
+        union = int(np.bitwise_or.reduce(needs, initial=0))
+        draw = self._prepare_draw(rows, positions, needs, union) if union & table_.SAMPLED else None
+        penalties = bias = logprobs = None
+        if union & table_.PENALTY:
+            index = np.flatnonzero(needs & table_.PENALTY)
+            of = rows[index]
+            real = np.ones(len(index), np.int32) if draws is None else draws[index]
+            penalties = PenaltyBatch(
+                index=self._upload(index),
+                slots=self._upload(self._penalties.slots(of)),
+                draws=self._upload(real.astype(np.int32)),
+                weights=self._upload(
+                    np.stack([table.presence[of], table.frequency[of], table.repetition[of]])
+                ),
+            )
+        if union & table_.BIAS:
+            index = np.flatnonzero(needs & table_.BIAS)
+            bias = self._biases.batch(index, rows[index])
+        if union & table_.LOGPROBS:
+            index = np.flatnonzero(needs & table_.LOGPROBS)
+            logprobs = LogprobBatch(self._upload(index), table.logprobs[rows[index]])
+        return SamplingBatch(draw, penalties, bias, logprobs)
+
+    def sample(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
+        """The next token of each row of `logits` [B, V] float32. The logits may be changed."""
+        raw = logits
+        if batch.penalties is not None or batch.bias is not None:
+            if batch.logprobs is not None:
+                logits = logits.clone()  # log probabilities are of the model's own logits
+            if batch.bias is not None:
+                batch.bias.apply(logits)
+            if batch.penalties is not None:
+                self._penalties.apply(logits, batch.penalties)
+        tokens = _most_likely(logits)
+        if batch.draw is not None:
+            if batch.draw.index is None:
+                tokens = draw(logits, tokens, batch.draw)
+            else:
+                index = batch.draw.index
+                tokens[index] = draw(logits[index], tokens[index], batch.draw)
+        if batch.penalties is not None:
+            self._penalties.count(tokens, batch.penalties)
+        logprobs = None
+        if batch.logprobs is not None:
+            logprobs = logprobs_of(raw, tokens, batch.logprobs)
+        return Sampled(tokens, logprobs)
+
+    def _prepare_draw(
+        self, rows: Rows, positions: Rows, needs: npt.NDArray[np.uint8], union: int
+    ) -> DrawBatch:
+        table = self.table
+        drawing = needs & table_.SAMPLED != 0
+        index = None
+        if not drawing.all():
+            places = np.flatnonzero(drawing)
+            index = self._upload(places)
+            rows, positions, needs = rows[places], positions[places], needs[places]
+        top_k = top_p = min_p = None
+        if union & table_.TOP_K:
+            k = np.where(needs & table_.TOP_K, table.top_k[rows], self._vocab_size)
+            # One limit that lets everything pass, above the width of any padded row of logits.
+            k = np.where(k < self._vocab_size, k, np.iinfo(np.int32).max)
+            top_k = self._upload(k)
+        if union & table_.TOP_P:
+            top_p = self._upload(table.top_p[rows])
+        if union & table_.MIN_P:
+            min_p = self._upload(table.min_p[rows])
+        return DrawBatch(
+            index=index,
+            temperature=self._upload(table.temperature[rows]),
+            seeds=self._upload(table.seed[rows]),
+            positions=self._upload(positions.astype(np.int64)),
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+        )
+
+    def _upload(self, array: npt.NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+
+def _most_likely(logits: Tensor) -> Tensor:
+    """The first of the largest logits of each row, [B] int64."""
+    if logits.device.type == "cpu":  # ten times as fast as torch's here
+        return torch.from_numpy(logits.detach().numpy().argmax(axis=1))
+    return logits.argmax(dim=1)
+
+
+def draw(logits: Tensor, largest: Tensor, batch: DrawBatch) -> Tensor:
+    """One token [n] for each row of `logits` [n, V] by the four steps of `philox`.
+
+    `largest` [n] are the ids of the largest logits: the answer where a row has NaN or +inf.
+    """
+    n, vocab_size = logits.shape
+    width = -(-vocab_size // 4) * 4
+    y = logits.new_full((n, width), -torch.inf) if width > vocab_size else torch.empty_like(logits)
+    inner = y[:, :vocab_size]
+    torch.sub(logits, logits.gather(1, largest[:, None]), out=inner)
+    inner.div_(batch.temperature[:, None])
+
+    # The token at y = 0 has at least the least noise, and no token more than the most. So what is
+    # further below cannot win, and needs no noise.
+    passes = y >= -philox.NOISE_SPREAD
+    if batch.top_k is not None or batch.top_p is not None or batch.min_p is not None:
+        least, last = bounds(y, batch.top_k, batch.top_p, batch.min_p)
+        passes &= y >= least[:, None]
+        for row in torch.nonzero(last < width).flatten().tolist():
+            passes[row, last[row] + 1 :] &= y[row, last[row] + 1 :] > least[row]
+
+    # Four tokens share one block of random words; flags of one byte, so a block is one int32.
+    row, block = torch.nonzero(passes.view(torch.int32), as_tuple=True)
+    noise = philox.block_noise(batch.seeds[row], batch.positions[row], block)
+    scores = y.view(n, -1, 4)[row, block].to(torch.float64) + noise
+    scores.masked_fill_(~passes.view(n, -1, 4)[row, block], -torch.inf)
+    best = scores.new_full((n,), -torch.inf).scatter_reduce_(0, row, scores.amax(dim=1), "amax")
+    first = torch.argmax((scores == best[row, None]).to(torch.int8), dim=1)
+    wins = (scores == best[row, None]).any(dim=1)
+    ids = torch.where(wins, 4 * block + first, width)
+    tokens = torch.full_like(largest, width).scatter_reduce_(0, row, ids, "amin")
+    return torch.where(tokens < vocab_size, tokens, largest)
