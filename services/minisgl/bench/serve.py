@@ -10,52 +10,13 @@ from collections import Counter
 
 from tqdm import tqdm
 
+from minisgl.bench import ending_on_signals
+from minisgl.bench.arguments import positive, positive_int, share, token_range
 from minisgl.bench.client import Generator, Load, look_at, plan
 from minisgl.bench.plot import check_plotting, plot_served
 from minisgl.bench.server import Server
 from minisgl.bench.stats import served_report, table, write_json
 from minisgl.config import UsageError
-
-
-def token_range(text: str) -> tuple[int, int]:
-    """`100-400`, or `256` for exactly that many; for argparse."""
-    low, _, high = text.partition("-")
-    try:
-        found = (int(low), int(high or low))
-    except ValueError:
-        found = (0, 0)
-    if not 1 <= found[0] <= found[1]:
-        raise argparse.ArgumentTypeError(f"must be N or MIN-MAX with 1 <= MIN <= MAX, not {text!r}")
-    return found
-
-
-def positive(text: str) -> float:
-    """A number over 0; for argparse."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number over 0, not {text!r}")
-    return value
-
-
-def positive_int(text: str) -> int:
-    """A whole number over 0; for argparse."""
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number over 0, not {text!r}")
-    return int(text)
-
-
-def share(text: str) -> float:
-    """A number from 0 to 1; for argparse."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"must be between 0 and 1, not {text!r}")
-    return value
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -141,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.plot:
         check_plotting()
-    with contextlib.ExitStack() as stack:
+    with ending_on_signals(), contextlib.ExitStack() as stack:
         url, model = args.url, args.served_model_name
         if args.model:
             try:

@@ -14,6 +14,7 @@ from typing import IO
 import httpx
 
 from minisgl.config import StartError
+from minisgl.lifecycle import PARENT_FD_ENV
 
 STOP_SECONDS = 30.0
 
@@ -53,6 +54,7 @@ class Server:
         self.start_seconds = start_seconds
         self._echo = echo
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed at exit)
+        self._leash = -1
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -71,14 +73,26 @@ class Server:
         return os.pread(self._log.fileno(), 1 << 24, at)
 
     def __enter__(self) -> "Server":
-        # Its own session: a Ctrl-C in this terminal reaches us alone, and we stop it in order.
-        self._process = subprocess.Popen(
-            self.command, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        # The server ends when nobody holds the other end of this pipe any more: also after our
+        # own kill -9.
+        theirs, self._leash = os.pipe()
+        try:
+            # Its own session: a Ctrl-C in this terminal reaches us alone, and we stop it in order.
+            self._process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=(theirs,),
+                env=os.environ | {PARENT_FD_ENV: str(theirs)},
+            )
+        finally:
+            os.close(theirs)
         try:
             self._wait_until_ready(self._process)
         except BaseException:
-            self.stop()
+            self.__exit__(None, None, None)
             raise
         return self
 
@@ -122,4 +136,5 @@ class Server:
         trace: TracebackType | None,
     ) -> None:
         self.stop()
+        os.close(self._leash)
         self._log.close()
