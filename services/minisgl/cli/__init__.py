@@ -1,0 +1,1 @@
+"""The command line: flags from the dataclasses of config.py, one module for each family."""

@@ -1,0 +1,28 @@
+"""`minisgl bench`: each benchmark is a module that declares its own flags."""
+
+import argparse
+import importlib
+
+from minisgl.cli.flags import AddArguments, Commands, Parser, Run
+from minisgl.lifecycle import Lifecycle
+
+
+def _benchmark(name: str) -> AddArguments:
+    def add_arguments(parser: Parser) -> Run:
+        module = importlib.import_module(f"minisgl.bench.{name}")
+        module.add_arguments(parser)
+
+        def run(args: argparse.Namespace, life: Lifecycle) -> int:
+            code: int = module.run(args)
+            return code
+
+        return run
+
+    return add_arguments
+
+
+BENCH: Commands = {
+    "offline": ("throughput of the engine without HTTP", _benchmark("offline")),
+    "serve": ("latencies and throughput of a running server", _benchmark("serve")),
+    "kernels": ("bandwidth of each kernel against its reference", _benchmark("kernels")),
+}

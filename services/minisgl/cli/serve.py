@@ -1,0 +1,50 @@
+"""`minisgl serve MODEL`."""
+
+import argparse
+
+from minisgl.cli.flags import Parser, Run, add_flags, add_log_flags, from_args, log_arguments
+from minisgl.config import EngineConfig, GatewayConfig
+from minisgl.launch.serve import ServeConfig, serve
+from minisgl.lifecycle import Lifecycle, set_up_logging
+
+CLUSTER_ONLY = ("pod", "bus_password_file", "bus_ca_file")
+"""Flags of the services that mean nothing where the launcher makes the bus."""
+MODEL_HELP = "a model folder in Hugging Face format, or the id of a model on its hub"
+
+
+def add_api_key(parser: argparse.ArgumentParser) -> None:
+    """`--api-key`, which may be given several times."""
+    parser.add_argument(
+        "--api-key",
+        dest="api_keys",
+        metavar="KEY",
+        action="append",
+        default=[],
+        help="a key that clients must send; may be repeated (default: no key needed)",
+    )
+
+
+def add_arguments(parser: Parser) -> Run:
+    """Declare the arguments."""
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    add_api_key(parser)
+    add_flags(parser, GatewayConfig, "HTTP and service", without=CLUSTER_ONLY)
+    add_flags(parser, ServeConfig, "processes")
+    add_flags(parser, EngineConfig, "engine")
+    add_log_flags(parser)
+    return run
+
+
+def run(args: argparse.Namespace, life: Lifecycle) -> int:
+    """Serve until SIGINT or SIGTERM."""
+    set_up_logging("serve", args.log_format, args.log_level)
+    engine = from_args(EngineConfig, args)
+    gateway = from_args(GatewayConfig, args, bus="", api_keys=tuple(args.api_keys))
+
+    def on_ready(url: str) -> None:
+        print(f"Serving {engine.model} at {url}", flush=True)
+        life.ready(url)
+
+    return serve(
+        from_args(ServeConfig, args), engine, gateway, on_ready, log_flags=log_arguments(args)
+    )

@@ -1,0 +1,1 @@
+"""The launcher: all processes of one machine, started, watched and ended together."""
