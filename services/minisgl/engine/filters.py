@@ -62,9 +62,10 @@ def _reaching(y: Tensor, top: Tensor, k: Tensor, p: Tensor) -> Tensor:
     width, n = y.shape[1], top.shape[1]
     mass = torch.cumsum(torch.exp(top.to(torch.float64)), dim=1)
     total = mass.gather(1, (k.clamp(max=n) - 1)[:, None])[:, 0]
-    if n < width and bool((k >= width).any()):
+    if bool((k >= width).any()):
         # y = 0 has the probability 1 / sum(exp(y)). A softmax works row by row, so the sum does
-        # not depend on the batch, as that of a reduction shared out among threads would.
+        # not depend on the batch, as that of a reduction shared out among threads would; nor may
+        # it depend on n, which other rows decide.
         whole = 1 / torch.softmax(y, dim=1).amax(dim=1).to(torch.float64)
         total = torch.where(k < width, total, whole)
     return ((mass < (p * total)[:, None]).sum(dim=1) + 1).clamp(max=n)

@@ -13,9 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from minisgl.engine import philox
 from minisgl.engine import sampling_table as table_
-from minisgl.engine.filters import bounds
+from minisgl.engine.draw import DrawBatch, draw
 from minisgl.engine.logprobs import LogprobBatch, Logprobs, logprobs_of
 from minisgl.engine.penalties import BiasBatch, BiasState, PenaltyBatch, PenaltyState
 from minisgl.engine.sampling_table import SamplingTable
@@ -23,24 +22,6 @@ from minisgl.messages import SamplingParams
 
 Ids = npt.NDArray[np.int32]
 Rows = npt.NDArray[np.integer]
-
-
-@dataclass(frozen=True, slots=True)
-class DrawBatch:
-    """The n requests of a batch that draw. All on the device."""
-
-    index: Tensor | None
-    """[n] int64: places in the batch; None: all of it."""
-    temperature: Tensor
-    """[n] float32."""
-    seeds: Tensor
-    """[n] int64."""
-    positions: Tensor
-    """[n] int64: output tokens of the request before this draw."""
-    top_k: Tensor | None
-    """[n] int64; None: no request limits it. The same for the next two."""
-    top_p: Tensor | None
-    min_p: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,37 +175,3 @@ def _most_likely(logits: Tensor) -> Tensor:
     if logits.device.type == "cpu":  # ten times as fast as torch's here
         return torch.from_numpy(logits.detach().numpy().argmax(axis=1))
     return logits.argmax(dim=1)
-
-
-def draw(logits: Tensor, largest: Tensor, batch: DrawBatch) -> Tensor:
-    """One token [n] for each row of `logits` [n, V] by the four steps of `philox`.
-
-    `largest` [n] are the ids of the largest logits: the answer where a row has NaN or +inf.
-    """
-    n, vocab_size = logits.shape
-    width = -(-vocab_size // 4) * 4
-    y = logits.new_full((n, width), -torch.inf) if width > vocab_size else torch.empty_like(logits)
-    inner = y[:, :vocab_size]
-    torch.sub(logits, logits.gather(1, largest[:, None]), out=inner)
-    inner.div_(batch.temperature[:, None])
-
-    # The token at y = 0 has at least the least noise, and no token more than the most. So what is
-    # further below cannot win, and needs no noise.
-    passes = y >= -philox.NOISE_SPREAD
-    if batch.top_k is not None or batch.top_p is not None or batch.min_p is not None:
-        least, last = bounds(y, batch.top_k, batch.top_p, batch.min_p)
-        passes &= y >= least[:, None]
-        for row in torch.nonzero(last < width).flatten().tolist():
-            passes[row, last[row] + 1 :] &= y[row, last[row] + 1 :] > least[row]
-
-    # Four tokens share one block of random words; flags of one byte, so a block is one int32.
-    row, block = torch.nonzero(passes.view(torch.int32), as_tuple=True)
-    noise = philox.block_noise(batch.seeds[row], batch.positions[row], block)
-    scores = y.view(n, -1, 4)[row, block].to(torch.float64) + noise
-    scores.masked_fill_(~passes.view(n, -1, 4)[row, block], -torch.inf)
-    best = scores.new_full((n,), -torch.inf).scatter_reduce_(0, row, scores.amax(dim=1), "amax")
-    first = torch.argmax((scores == best[row, None]).to(torch.int8), dim=1)
-    wins = (scores == best[row, None]).any(dim=1)
-    ids = torch.where(wins, 4 * block + first, width)
-    tokens = torch.full_like(largest, width).scatter_reduce_(0, row, ids, "amin")
-    return torch.where(tokens < vocab_size, tokens, largest)

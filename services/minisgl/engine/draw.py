@@ -1,0 +1,95 @@
+"""The draw: one token for each row from logits, temperature, filters and noise.
+
+What is drawn is defined in `philox`; here are the fast way on a CPU and the reference.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minisgl.engine import philox
+from minisgl.engine.filters import bounds
+from minisgl_kernels.sampling import gumbel_draw_function
+
+
+@dataclass(frozen=True, slots=True)
+class DrawBatch:
+    """The n requests of a batch that draw. All on the device."""
+
+    index: Tensor | None
+    """[n] int64: places in the batch; None: all of it."""
+    temperature: Tensor
+    """[n] float32."""
+    seeds: Tensor
+    """[n] int64."""
+    positions: Tensor
+    """[n] int64: output tokens of the request before this draw."""
+    top_k: Tensor | None
+    """[n] int64; None: no request limits it. The same for the next two."""
+    top_p: Tensor | None
+    min_p: Tensor | None
+
+    @property
+    def limits(self) -> bool:
+        """Some request limits which tokens it may draw."""
+        return self.top_k is not None or self.top_p is not None or self.min_p is not None
+
+
+def draw(logits: Tensor, largest: Tensor, batch: DrawBatch) -> Tensor:
+    """One token [n] int64 for each row of `logits` [n, V] float32.
+
+    `largest` [n] int64 are the ids of the largest logits: the answer where a row has NaN or +inf.
+    """
+    kernel = gumbel_draw_function() if logits.device.type == "cpu" else None
+    if kernel is None:
+        return draw_reference(logits, largest, batch)
+    n, vocab_size = logits.shape
+    least = torch.full((n,), -torch.inf)
+    last = torch.full((n,), vocab_size)
+    if batch.limits:
+        y = _shifted(logits, largest, batch.temperature)
+        least, last = bounds(y, batch.top_k, batch.top_p, batch.min_p)
+    tokens = largest.clone()
+    columns = (batch.temperature, least, last, batch.seeds, batch.positions, tokens)
+    kernel(logits.numpy(), *(column.numpy() for column in columns))
+    return tokens
+
+
+def draw_reference(logits: Tensor, largest: Tensor, batch: DrawBatch) -> Tensor:
+    """The same as `draw`, in torch operations for any device."""
+    n, vocab_size = logits.shape
+    y = _shifted(logits, largest, batch.temperature)
+    width = y.shape[1]
+
+    # The token at y = 0 has at least the least noise, and no token more than the most. So what is
+    # further below cannot win, and needs no noise.
+    passes = y >= -philox.NOISE_SPREAD
+    if batch.limits:
+        least, last = bounds(y, batch.top_k, batch.top_p, batch.min_p)
+        passes &= y >= least[:, None]
+        for row in torch.nonzero(last < width).flatten().tolist():
+            passes[row, last[row] + 1 :] &= y[row, last[row] + 1 :] > least[row]
+
+    # Four tokens share one block of random words; flags of one byte, so a block is one int32.
+    row, block = torch.nonzero(passes.view(torch.int32), as_tuple=True)
+    noise = philox.block_noise(batch.seeds[row], batch.positions[row], block)
+    scores = y.view(n, -1, 4)[row, block].to(torch.float64) + noise
+    scores.masked_fill_(~passes.view(n, -1, 4)[row, block], -torch.inf)
+    best = scores.new_full((n,), -torch.inf).scatter_reduce_(0, row, scores.amax(dim=1), "amax")
+    first = torch.argmax((scores == best[row, None]).to(torch.int8), dim=1)
+    wins = (scores == best[row, None]).any(dim=1)
+    ids = torch.where(wins, 4 * block + first, width)
+    tokens = torch.full_like(largest, width).scatter_reduce_(0, row, ids, "amin")
+    return torch.where(tokens < vocab_size, tokens, largest)
+
+
+def _shifted(logits: Tensor, largest: Tensor, temperature: Tensor) -> Tensor:
+    """y [n, W] of `philox`, with -inf in up to three columns after the vocabulary."""
+    n, vocab_size = logits.shape
+    width = -(-vocab_size // 4) * 4
+    y = logits.new_full((n, width), -torch.inf) if width > vocab_size else torch.empty_like(logits)
+    inner = y[:, :vocab_size]
+    torch.sub(logits, logits.gather(1, largest[:, None]), out=inner)
+    inner.div_(temperature[:, None])
+    return y
