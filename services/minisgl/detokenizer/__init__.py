@@ -1,0 +1,1 @@
+"""Token ids to text, piece by piece, and the worker that does it for every request."""
