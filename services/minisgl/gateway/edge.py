@@ -1,0 +1,95 @@
+"""What happens to every HTTP request before a route sees it: id, prefix, key, size limit."""
+
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from minisgl.gateway.auth import Keys
+from minisgl.gateway.errors import ApiError
+
+Scope = MutableMapping[str, Any]
+Event = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Event]]
+Send = Callable[[Event], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
+"""Probes and scrapers need no key."""
+MAX_BODY_BYTES = 16 << 20
+"""Several times the text of the longest context that models have."""
+REQUEST_ID = b"x-request-id"
+
+
+class Edge:
+    """ASGI middleware. Answers what it refuses itself, and puts `x-request-id` on every answer."""
+
+    def __init__(self, app: App, keys: Keys, root_path: str) -> None:
+        self._app = app
+        self._keys = keys
+        self._root_path = "/" + root_path.strip("/") if root_path.strip("/") else ""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        request_id = headers.get(REQUEST_ID) or secrets.token_hex(16).encode()
+
+        async def send_with_id(event: Event) -> None:
+            if event["type"] == "http.response.start":
+                event["headers"] = [*event.get("headers", ()), (REQUEST_ID, request_id)]
+            await send(event)
+
+        scope = self._without_prefix(scope)
+        error = self._refusal(scope["path"], headers)
+        if error is not None:
+            await error.response()(scope, receive, send_with_id)
+            return
+        await self._app(scope, _limited(receive), send_with_id)
+
+    def _without_prefix(self, scope: Scope) -> Scope:
+        """A proxy leaves its prefix on; probes come without it."""
+        root, path = self._root_path, scope["path"]
+        if root and (path == root or path.startswith(root + "/")):
+            raw = scope.get("raw_path")
+            path = path.removeprefix(root) or "/"
+            scope = {**scope, "path": path}
+            if raw is not None:
+                scope["raw_path"] = raw.removeprefix(root.encode()) or b"/"
+        return scope
+
+    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
+        if path not in OPEN_PATHS and not self._keys.allow(headers.get(b"authorization")):
+            return ApiError(
+                401,
+                "The API key is missing or wrong: send it as `Authorization: Bearer KEY`.",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        length = headers.get(b"content-length", b"0")
+        return _too_large() if length.isdigit() and int(length) > MAX_BODY_BYTES else None
+
+
+def _too_large() -> ApiError:
+    return ApiError(
+        413,
+        f"The body is larger than {MAX_BODY_BYTES >> 20} MiB.",
+        code="body_too_large",
+        headers={"Connection": "close"},
+    )
+
+
+def _limited(receive: Receive) -> Receive:
+    """Stop reading a body without a length where it gets too large."""
+    taken = 0
+
+    async def limited() -> Event:
+        nonlocal taken
+        event = await receive()
+        if event["type"] == "http.request":
+            taken += len(event.get("body", b""))
+            if taken > MAX_BODY_BYTES:
+                raise _too_large()
+        return event
+
+    return limited

@@ -1,0 +1,121 @@
+"""Which workers of the service live, judged from the states that they publish.
+
+No clock of another host is read and absence proves nothing by itself (a flushed bus shows nobody
+for a second): a worker is silent when its beat stood still for the heartbeat time-out while this
+process could read the bus. No I/O here; `now` is this process's clock, in seconds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from minisgl.messages import GroupLoad, WorkerState
+
+PAUSE_SECONDS = 2.0
+"""After a gap of this length between two looks the fault may be our own: clocks start again."""
+
+FORGET_AFTER = 3
+"""A worker that is not shown and silent for this many time-outs is forgotten."""
+
+
+@dataclass(slots=True)
+class Seen:
+    """The last state of one worker, and when its beat last moved."""
+
+    state: WorkerState
+    moved: float
+    shown: bool = True
+    """Whether the newest look at the bus had it."""
+
+
+class Fleet:
+    """The workers as this process sees them. `silence` is the heartbeat time-out, in seconds."""
+
+    def __init__(self, silence: float) -> None:
+        self.silence = silence
+        self.max_model_len: int | None = None
+        """Of the group seen last; kept while no group is there."""
+        self._seen: dict[tuple[str, str], Seen] = {}
+        self._formed: dict[str, tuple[int, int]] = {}  # group: (incarnation, boot of rank 0)
+        self._looked: float | None = None
+        self._turn = 0
+
+    def observe(self, states: Sequence[WorkerState], now: float) -> bool:
+        """Take a fresh look at the bus; whether the last one is so old that clocks start again.
+
+        A look that failed is not reported.
+        """
+        paused = self._looked is not None and now - self._looked > PAUSE_SECONDS
+        self._looked = now
+        for seen in self._seen.values():
+            seen.shown = False
+            if paused:
+                seen.moved = now
+        for state in states:
+            key = (str(state.role), state.id)
+            known = self._seen.get(key)
+            if known is None or (known.state.boot, known.state.beat) != (state.boot, state.beat):
+                self._seen[key] = Seen(state, now)
+            else:
+                known.state, known.shown = state, True
+            if state.role == "rank" and state.id.endswith("/0"):
+                self._observe_rank0(state)
+        limit = FORGET_AFTER * self.silence
+        for key, seen in list(self._seen.items()):
+            if not seen.shown and now - seen.moved > limit:
+                del self._seen[key]
+        return paused
+
+    def _observe_rank0(self, state: WorkerState) -> None:
+        if state.load is not None:
+            self._formed[state.load.group] = (state.load.incarnation, state.boot)
+            self.max_model_len = state.load.max_model_len
+            return
+        group = state.id.removesuffix("/0")
+        known = self._formed.get(group)
+        if known is not None and known[1] != state.boot:
+            self._formed[group] = (0, state.boot)  # a new process that has not formed yet
+
+    def group_left(self, group: str, incarnation: int) -> bool:
+        """Whether this incarnation is known to be over: another one took its place."""
+        known = self._formed.get(group)
+        return known is not None and known[0] != incarnation
+
+    def worker_left(self, role: str, id: str, boot: int, now: float) -> bool:
+        """Whether this process is known to be gone: replaced, or silent for the time-out."""
+        seen = self._seen.get((role, id))
+        if seen is None or seen.state.boot != boot:
+            return True
+        return now - seen.moved >= self.silence
+
+    def takers(self, role: str, now: float) -> list[WorkerState]:
+        """The workers of a role that take new work: shown, beating, not draining."""
+        return [
+            seen.state
+            for (r, _), seen in self._seen.items()
+            if r == role
+            and seen.shown
+            and not seen.state.draining
+            and now - seen.moved < self.silence
+        ]
+
+    def missing(self, now: float) -> str | None:
+        """What is lacking before a request can be served, in words; None if nothing is."""
+        if not any(state.load is not None for state in self.takers("rank", now)):
+            return "no group of ranks is ready"
+        for role in ("tokenizer", "detokenizer"):
+            if not self.takers(role, now):
+                return f"no {role} is ready"
+        return None
+
+    def next_detokenizer(self, now: float) -> WorkerState | None:
+        """A detokenizer that takes new work, each in its turn; None if there is none."""
+        takers = sorted(self.takers("detokenizer", now), key=lambda state: state.id)
+        if not takers:
+            return None
+        self._turn += 1
+        return takers[self._turn % len(takers)]
+
+    def loads(self) -> list[GroupLoad]:
+        """The figures of every group that is shown, for the metrics."""
+        shown = [seen.state.load for seen in self._seen.values() if seen.shown]
+        return sorted((load for load in shown if load is not None), key=lambda load: load.group)

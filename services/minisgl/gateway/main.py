@@ -1,0 +1,154 @@
+"""The process of a gateway: start, serve, drain."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from minisgl.bus import connect
+from minisgl.config import GatewayConfig, StartError
+from minisgl.gateway.app import build_app
+from minisgl.gateway.service import Service
+
+log = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.25
+BACKLOG = 2048
+CLOSE_SECONDS = 2
+"""For connections that still write when the drain is over."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet. Raises `StartError` if the address is taken."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, proto)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except (OSError, OverflowError) as error:
+        raise StartError(f"cannot listen on --host {host} --port {port}: {error}") from None
+    return sock
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, without its own signal handlers."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def run_gateway(
+    config: GatewayConfig,
+    *,
+    sock: socket.socket | None = None,
+    listen_when_ready: bool = False,
+    on_ready: Callable[[], None] | None = None,
+) -> int:
+    """Serve until SIGTERM or SIGINT, finish the open streams, and return the exit code.
+
+    `sock` is bound and does not listen yet; without it `config.host` and `config.port` are bound.
+    With `listen_when_ready` clients are refused until a request can be served. `on_ready` is
+    called once this listens. Raises `UsageError` or `StartError` for a start that fails.
+    """
+    from minisgl.hub import model_vocab_size, resolve_model
+    from minisgl.text import load_tokenizer
+
+    own = bind(config.host, config.port) if sock is None else sock
+    try:
+        folder = resolve_model(config.model, files="tokenizer")
+        tokenizer = load_tokenizer(folder)
+        vocabulary = model_vocab_size(folder) or tokenizer.vocab_size
+        service = Service(config, connect(config.bus, config.service), tokenizer, vocabulary)
+        runner = uvicorn.Config("", loop="auto").get_loop_factory()
+        with asyncio.Runner(loop_factory=runner) as loop:
+            return loop.run(serve(service, own, listen_when_ready, on_ready))
+    finally:
+        own.close()
+
+
+async def serve(
+    service: Service,
+    sock: socket.socket,
+    listen_when_ready: bool = False,
+    on_ready: Callable[[], None] | None = None,
+    stop: asyncio.Event | None = None,
+) -> int:
+    """Serve on a bound socket until a signal or `stop`; see `run_gateway`."""
+    stop = stop or asyncio.Event()
+    _on_signals(stop.set)
+    service.link.start()
+    ticking = asyncio.create_task(_tick(service, stop))
+    try:
+        if listen_when_ready and not await _until_ready(service, stop):
+            return int(service.failure is not None)
+        server = _Server(
+            uvicorn.Config(
+                build_app(service),
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                lifespan="off",
+                backlog=BACKLOG,
+                timeout_graceful_shutdown=CLOSE_SECONDS,
+            )
+        )
+        serving = asyncio.create_task(server.serve([sock]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.01)
+        if on_ready is not None and not serving.done():
+            on_ready()
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        await _drain(service)
+        server.should_exit = True
+        await serving
+        return int(service.failure is not None)
+    finally:
+        ticking.cancel()
+        await asyncio.to_thread(service.link.stop)
+
+
+def _on_signals(stop: Callable[[], None]) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # A gateway in a thread of a larger program is stopped by that program.
+        with contextlib.suppress(ValueError, RuntimeError):
+            loop.add_signal_handler(number, stop)
+
+
+async def _tick(service: Service, stop: asyncio.Event) -> None:
+    while True:
+        await asyncio.sleep(TICK_SECONDS)
+        service.tick()
+        if service.failure is not None:
+            stop.set()
+
+
+async def _until_ready(service: Service, stop: asyncio.Event) -> bool:
+    while service.missing() is not None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), 0.05)
+            return False
+    return True
+
+
+async def _drain(service: Service) -> None:
+    """Refuse new requests, let open answers finish, end what takes longer than the grace."""
+    service.draining = True
+    deadline = service.clock() + service.config.drain
+    log.info("draining open=%d seconds=%g", len(service.calls), service.config.drain)
+    while service.calls and service.clock() < deadline:
+        await asyncio.sleep(0.05)
+    if service.calls:
+        service.end_all()
+        end = service.clock() + CLOSE_SECONDS
+        while service.calls and service.clock() < end:
+            await asyncio.sleep(0.05)
