@@ -14,6 +14,7 @@ there is one owner of each release, whatever the order of ends, aborts and resul
 from collections.abc import Iterable
 
 import numpy as np
+import numpy.typing as npt
 
 from minisgl.config import EngineConfig
 from minisgl.engine.step import StepEngine, StepOutput
@@ -89,7 +90,7 @@ class Scheduler:
             sent_chars=sent_chars,
             received=len(input_ids) - len(prompt_ids),
         )
-        error = self._unfit(pending)
+        error = self.unfit(pending.input_ids, sampling, pending.prompt_len)
         if error is not None:
             self._sink.refuse(pending, error)
             return pending
@@ -294,23 +295,37 @@ class Scheduler:
             raise RuntimeError(f"row {row} of the tables has no request, and a step refers to it")
         return req
 
-    def _unfit(self, pending: PendingReq) -> ErrorInfo | None:
-        if not pending.prompt_len:
+    def unfit(
+        self, ids: npt.NDArray[np.integer], sampling: SamplingParams, prompt_len: int | None = None
+    ) -> ErrorInfo | None:
+        """Why a request with these input ids cannot be computed, or None if it can.
+
+        `prompt_len` of the ids are the prompt; None: all of them.
+        """
+        size = len(ids) if prompt_len is None else prompt_len
+        vocab = self._engine.vocab_size
+        if not size:
             return ErrorInfo(status=400, message="the prompt holds no token", param="prompt")
-        if pending.prompt_len >= self.max_model_len:
+        if size >= self.max_model_len:
             return ErrorInfo(
                 status=400,
                 code="context_length_exceeded",
                 param="prompt",
-                message=f"the prompt has {pending.prompt_len} tokens; with room for one output "
+                message=f"the prompt has {size} tokens; with room for one output "
                 f"token at least, the limit is {self.max_model_len} tokens in all",
             )
-        ids = pending.input_ids
-        if ids.min() < 0 or ids.max() >= self._engine.vocab_size:
+        if ids.min() < 0 or ids.max() >= vocab:
             return ErrorInfo(
                 status=400,
                 param="prompt",
-                message=f"token ids must be between 0 and {self._engine.vocab_size - 1}",
+                message=f"token ids must be between 0 and {vocab - 1}",
+            )
+        unknown = [t for t in sampling.logit_bias or () if t >= vocab]
+        if unknown:
+            return ErrorInfo(
+                status=400,
+                param="logit_bias",
+                message=f"logit_bias names token {unknown[0]}; the vocabulary ends at {vocab - 1}",
             )
         return None
 

@@ -1,0 +1,382 @@
+"""Offline inference: the scheduler and the engine of rank 0 in the caller's own process.
+
+Nothing is sent to services here. Prompts become the same messages, and with tensor parallelism the
+other ranks are ordinary `minisgl engine` processes that follow this one.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import logging
+import os
+import random
+import secrets
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self, cast
+
+import numpy as np
+import torch
+
+from minisgl.config import EngineConfig, StartError, UsageError
+from minisgl.detokenizer.stream import TextStream
+from minisgl.distributed import Communicator, PeerError
+from minisgl.hub import resolve_model
+from minisgl.launch.serve import as_arguments
+from minisgl.launch.supervisor import Child, ChildSpec, minisgl_command
+from minisgl.messages import (
+    AbortMsg,
+    ErrorInfo,
+    FinishReason,
+    Message,
+    Route,
+    SamplingParams,
+    TokenLogprobs,
+    UserMsg,
+    decode,
+    encode,
+    pack_ids,
+)
+from minisgl.rundir import RunDirectory
+from minisgl.scheduler.feed import Feed, make_feed
+from minisgl.scheduler.main import PATIENCE_SECONDS, make_engine, meet
+from minisgl.scheduler.output import Emission
+from minisgl.scheduler.rank import apply
+from minisgl.scheduler.request import PendingReq
+from minisgl.scheduler.scheduler import Scheduler
+from minisgl.text import Tokenizer, load_tokenizer
+
+_log = logging.getLogger(__name__)
+
+GROUP = "offline"
+_NOBODY = Route(gateway="", boot=0, detokenizer="")
+_OPTIONS = tuple(f.name for f in dataclasses.fields(EngineConfig) if f.name != "model")
+
+
+@dataclass(slots=True)
+class GenerationOutput:
+    """The answer to one prompt."""
+
+    text: str
+    """Without special tokens, without the token that ended it, and cut before a stop string."""
+    token_ids: list[int]
+    """All output tokens, the EOS or stop token that ended it too."""
+    finish_reason: FinishReason
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens whose keys and values came from the prefix cache."""
+    logprobs: list[TokenLogprobs] | None
+    """One for each of `token_ids`, where the sampling parameters ask for them."""
+
+
+@dataclass(slots=True)
+class _Answer:
+    """One request on its way."""
+
+    prompt_tokens: int
+    sampling: SamplingParams
+    stream: TextStream | None = None
+    """Only where stop strings must be looked for."""
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cached_tokens: int = 0
+    finish: FinishReason | None = None
+    error: ErrorInfo | None = None
+
+
+class _Collector:
+    """The output sink: puts tokens where `generate` finds them."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.answers: dict[bytes, _Answer] = {}
+        self.cut: list[PendingReq] = []
+        """Requests that a stop string has ended; the scheduler does not know it yet."""
+        self.open = 0
+        self.scheduler: Scheduler
+
+    def expect(self, uid: bytes, answer: _Answer) -> None:
+        """Collect what comes for this request."""
+        if answer.sampling.stop:
+            answer.stream = TextStream(self._tokenizer, stop=answer.sampling.stop)
+        self.answers[uid] = answer
+        self.open += 1
+
+    def emit(self, emission: Emission) -> None:
+        reqs = self.scheduler.table.reqs
+        for i, (row, token) in enumerate(
+            zip(emission.rows.tolist(), emission.tokens.tolist(), strict=True)
+        ):
+            req = reqs[row]
+            if req is None or (answer := self.answers.get(req.uid)) is None or answer.finish:
+                continue
+            finish = emission.finished.get(i)
+            answer.token_ids.append(token)
+            if i in emission.logprobs:
+                answer.logprobs.append(emission.logprobs[i])
+            if answer.stream is not None:
+                if finish != "stop":  # that token has no text
+                    answer.text += answer.stream.push([token])[0]
+                if finish is not None:
+                    answer.text += answer.stream.finish()
+                if answer.stream.stopped:
+                    if finish is None:
+                        self.cut.append(req.pending)
+                    finish = "stop"
+            if finish is not None:
+                answer.cached_tokens = req.pending.cached_tokens or 0
+                self._end(answer, finish)
+
+    def complete(self, pending: PendingReq, reason: FinishReason) -> None:
+        self._end(self.answers[pending.uid], reason)
+
+    def refuse(self, pending: PendingReq, error: ErrorInfo) -> None:
+        answer = self.answers[pending.uid]
+        answer.error = error
+        self._end(answer, "abort")
+
+    def aborted(self, pending: PendingReq) -> None:
+        answer = self.answers.get(pending.uid)
+        if answer is not None and answer.finish is None:
+            self._end(answer, "abort")
+
+    def take(self, uid: bytes) -> GenerationOutput:
+        """The finished answer; it is forgotten here."""
+        answer = self.answers.pop(uid)
+        finish = answer.finish or "abort"
+        if answer.stream is None:
+            shown = answer.token_ids[:-1] if finish == "stop" else answer.token_ids
+            answer.text = self._tokenizer.decode(shown)
+        return GenerationOutput(
+            text=answer.text,
+            token_ids=answer.token_ids,
+            finish_reason=finish,
+            prompt_tokens=answer.prompt_tokens,
+            cached_tokens=answer.cached_tokens,
+            logprobs=answer.logprobs if answer.sampling.logprobs is not None else None,
+        )
+
+    def _end(self, answer: _Answer, reason: FinishReason) -> None:
+        answer.finish = reason
+        self.open -= 1
+
+
+class LLM:
+    """A model that generates in batches.
+
+        with LLM("Qwen/Qwen3-0.6B") as llm:
+            outputs = llm.generate(["The capital of France is"], SamplingParams(max_tokens=8))
+
+    `model` is a Hugging Face folder or id. The options are the engine flags of the command line,
+    with underscores; `overlap_scheduling=False` is `--disable-overlap-scheduling`.
+    """
+
+    def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
+        """Raises `TypeError` for an unknown option, `UsageError` or `StartError` otherwise."""
+        unknown = sorted(options.keys() - set(_OPTIONS))
+        if unknown:
+            raise TypeError(f"LLM has no option {unknown[0]!r}; options: {', '.join(_OPTIONS)}")
+        folder = resolve_model(os.fspath(model))
+        self.config = EngineConfig(model=str(folder), **options)
+        self._closers = contextlib.ExitStack()
+        self._lock = threading.Lock()
+        self._random = random.Random(self.config.seed)
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt and its output together."""
+        return self._scheduler.max_model_len
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[GenerationOutput]:
+        """One output for each prompt, in their order; prompts are texts or lists of token ids.
+
+        `sampling_params` are those of all prompts, or one for each. Raises `ValueError` that names
+        the prompt if one cannot be computed: then none is.
+        """
+        ids = self._encode(prompts)
+        sampling = self._sampling(sampling_params, len(ids))
+        for i, (prompt, params) in enumerate(zip(ids, sampling, strict=True)):
+            error = self._scheduler.unfit(np.asarray(prompt, np.int64), params)
+            if error is not None:
+                raise ValueError(f"prompt {i}: {error.message}")
+        with self._lock:
+            uids = [secrets.token_bytes(16) for _ in ids]
+            for uid, prompt, params in zip(uids, ids, sampling, strict=True):
+                self._collector.expect(uid, _Answer(len(prompt), params))
+            batch: list[Message] = [
+                UserMsg(
+                    uid=uid,
+                    attempt=1,
+                    route=_NOBODY,
+                    group=GROUP,
+                    incarnation=0,
+                    prompt_ids=pack_ids(prompt),
+                    sampling=params,
+                )
+                for uid, prompt, params in zip(uids, ids, sampling, strict=True)
+            ]
+            try:
+                self._run(batch)
+            except PeerError:
+                raise
+            except BaseException:
+                # Leave no request behind that a later call would go on with.
+                self._run([_abort(pending) for pending in self._scheduler.held()])
+                raise
+            finally:
+                outputs = [self._collector.take(uid) for uid in uids]
+            return outputs
+
+    def close(self) -> None:
+        """End the other ranks and free the memory. Harmless when repeated."""
+        self._closers.close()
+
+    def _start(self) -> None:
+        size = self.config.tensor_parallel_size
+        threads = torch.get_num_threads()
+        self._closers.callback(torch.set_num_threads, threads)
+        self._tokenizer = load_tokenizer(self.config.model)
+        directory = RunDirectory.create()
+        self._closers.callback(directory.release)
+        self._children = self._start_ranks(f"ipc://{directory.path}", size)
+        comm: Communicator = self._while_ranks_live(
+            lambda: meet(self.config, directory.path, GROUP, 0)
+        )
+        self._closers.callback(comm.close)
+        engine = make_engine(self.config, comm, progress=False)
+        comm.broadcast_int(0)  # the incarnation, which a group without services does not need
+        self._collector = _Collector(self._tokenizer)
+        self._scheduler = Scheduler(self.config, engine, self._collector)
+        self._collector.scheduler = self._scheduler
+        self._feed: Feed = make_feed(comm, directory.path, GROUP, PATIENCE_SECONDS)
+        self._closers.callback(self._feed.close)
+        comm.barrier()
+        self._closers.callback(self._stop_ranks)
+
+    def _start_ranks(self, bus: str, size: int) -> list[Child]:
+        """The ranks after this one, as processes that end with this one."""
+        if size == 1:
+            return []
+        read, write = os.pipe()
+        self._closers.callback(os.close, read)
+        self._closers.callback(os.close, write)
+        shared = (f"--bus={bus}", f"--model={self.config.model}", "--log-level=warning")
+        children: list[Child] = []
+        for rank in range(1, size):
+            command = minisgl_command(
+                "engine", *shared, f"--group={GROUP}", f"--tp-rank={rank}",
+                *as_arguments(self.config),
+            )  # fmt: skip
+            child = Child(ChildSpec(name=f"rank {rank}", command=command), read)
+            self._closers.callback(os.close, child.ready_fd)
+            self._closers.callback(_kill, child)
+            children.append(child)
+        return children
+
+    def _while_ranks_live(self, work: Any) -> Any:
+        """The result of `work`, which waits for the other ranks; `StartError` if one has ended."""
+        if not self._children:
+            return work()
+        pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="meet")
+        future = pool.submit(work)
+        try:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    return future.result(timeout=0.1)
+                for child in self._children:
+                    if child.code is not None:
+                        raise StartError(f"{child.ending()} before it was ready")
+        finally:
+            pool.shutdown(wait=False)
+
+    def _stop_ranks(self) -> None:
+        """Let the other ranks end by themselves."""
+        with contextlib.suppress(PeerError):
+            self._feed.exchange(None)
+        for child in self._children:
+            with contextlib.suppress(Exception):
+                child.process.wait(timeout=5)
+
+    def _run(self, batch: list[Message]) -> None:
+        """Step until everything is answered and read."""
+        while batch or not self._scheduler.idle:
+            for raw in self._feed.exchange([encode(batch)] if batch else []) or ():
+                for message in decode(raw):
+                    apply(message, self._scheduler, GROUP, 0)
+            self._scheduler.step()
+            batch = [_abort(pending) for pending in self._collector.cut]
+            self._collector.cut.clear()
+
+    def _encode(self, prompts: str | Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
+        given = [prompts] if isinstance(prompts, str) else list(prompts)
+        encoded = []
+        for i, prompt in enumerate(given):
+            if isinstance(prompt, str):
+                encoded.append(self._tokenizer.encode(prompt))
+            elif isinstance(prompt, Sequence | np.ndarray) and all(
+                isinstance(t, int | np.integer) for t in prompt
+            ):
+                encoded.append([int(t) for t in cast("Sequence[int]", prompt)])
+            else:
+                raise ValueError(
+                    f"prompt {i} must be a text or a list of token ids, not {prompt!r:.60}"
+                )
+        return encoded
+
+    def _sampling(
+        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            params = [given or SamplingParams()] * count
+        else:
+            params = list(given)
+        if len(params) != count:
+            raise ValueError(
+                f"{count} prompts and {len(params)} sampling parameters: give one for all, or one "
+                "for each"
+            )
+        for i, p in enumerate(params):
+            if not isinstance(p, SamplingParams):
+                raise ValueError(f"sampling parameters {i} must be SamplingParams, not {p!r:.60}")
+        return [
+            p if p.seed is not None else _with_seed(p, self._random.getrandbits(63)) for p in params
+        ]
+
+
+def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:
+    fields = {name: getattr(params, name) for name in params.__struct_fields__}
+    return SamplingParams(**{**fields, "seed": seed})
+
+
+def _abort(pending: PendingReq) -> AbortMsg:
+    return AbortMsg(uid=pending.uid, attempt=pending.attempt, run=pending.run)
+
+
+def _kill(child: Child) -> None:
+    child.process.kill()
+    child.process.wait()
+
+
+__all__ = ["LLM", "GenerationOutput", "SamplingParams", "UsageError"]

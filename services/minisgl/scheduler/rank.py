@@ -1,0 +1,193 @@
+"""The loop of one rank: messages in, a step, results out."""
+
+import bisect
+import logging
+import time
+from collections.abc import Callable
+
+from minisgl.bus import Bus
+from minisgl.messages import (
+    STEP_BUCKETS,
+    AbortMsg,
+    GroupLoad,
+    Message,
+    UserMsg,
+    WorkerState,
+    decode,
+    encode,
+    unpack_ids,
+)
+from minisgl.scheduler import integrity
+from minisgl.scheduler.feed import Feed
+from minisgl.scheduler.replies import ReplySink
+from minisgl.scheduler.scheduler import Scheduler
+
+_log = logging.getLogger(__name__)
+
+IDLE_SECONDS = 1.0
+"""An idle group steps, empty, so often: its state beats, and its ranks see that all are there."""
+
+
+class StepClock:
+    """How long steps took, for the metrics."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.seconds = 0.0
+        self._buckets = [0] * len(STEP_BUCKETS)
+
+    def add(self, seconds: float) -> None:
+        self.steps += 1
+        self.seconds += seconds
+        at = bisect.bisect_left(STEP_BUCKETS, seconds)
+        if at < len(self._buckets):
+            self._buckets[at] += 1
+
+    def cumulative(self) -> list[int]:
+        """Steps at most as long as each bound."""
+        total, sums = 0, []
+        for count in self._buckets:
+            total += count
+            sums.append(total)
+        return sums
+
+
+class Rank:
+    """Runs one scheduler. Rank 0 has the bus; the others see its messages through the feed."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        feed: Feed,
+        *,
+        group: str,
+        incarnation: int,
+        bus: Bus | None = None,
+        sink: ReplySink | None = None,
+        state: Callable[[GroupLoad | None], WorkerState],
+        publish: Callable[[WorkerState], None],
+    ) -> None:
+        """`bus` and `sink` are rank 0's. `state` makes this rank's state, `publish` shows it."""
+        self._scheduler = scheduler
+        self._feed = feed
+        self._group = group
+        self._incarnation = incarnation
+        self._bus = bus
+        self._sink = sink
+        self._state = state
+        self._publish = publish
+        self._clock = StepClock()
+        self._errors = 0
+        self._next_second = 0.0
+        self._unchecked = True
+        self._injected: list[bytes] = []
+
+    def run(self, stopping: Callable[[], bool]) -> None:
+        """Until rank 0 stops: when `stopping()` is true there. Raises `PeerError` alone."""
+        while True:
+            raws = self._receive() if self._bus is not None else []
+            entries = self._feed.exchange(None if self._bus is not None and stopping() else raws)
+            if entries is None:
+                return
+            for raw in entries:
+                for message in decode(raw):
+                    if not apply(message, self._scheduler, self._group, self._incarnation):
+                        self._errors += 1
+            began = time.perf_counter()
+            if self._scheduler.step():
+                self._clock.add(time.perf_counter() - began)
+                self._unchecked = True
+            self._each_second()
+
+    def load(self) -> GroupLoad:
+        """The figures of this group."""
+        scheduler, cache = self._scheduler, self._scheduler.cache
+        return GroupLoad(
+            group=self._group,
+            incarnation=self._incarnation,
+            max_model_len=scheduler.max_model_len,
+            running=scheduler.running,
+            waiting=scheduler.waiting,
+            pages_total=cache.num_pages,
+            pages_free=cache.free_pages,
+            pages_evictable=cache.evictable_pages,
+            steps=self._clock.steps,
+            step_seconds=self._clock.seconds,
+            step_buckets=self._clock.cumulative(),
+            bus_errors=self._errors + (self._bus.errors if self._bus is not None else 0),
+            retractions=scheduler.retractions,
+        )
+
+    def _receive(self) -> list[bytes]:
+        if self._bus is None:
+            return []
+        entries = self._bus.receive(0 if not self._scheduler.idle else self._until_next_second())
+        self._bus.ack(entries)
+        raws, self._injected = [*self._injected, *(e.raw for e in entries)], []
+        return raws
+
+    def _until_next_second(self) -> float:
+        return min(max(self._next_second - time.monotonic(), 0), IDLE_SECONDS)
+
+    def _each_second(self) -> None:
+        now = time.monotonic()
+        if now < self._next_second:
+            return
+        self._next_second = now + IDLE_SECONDS
+        self._publish(self._state(self.load() if self._sink is not None else None))
+        if self._scheduler.idle and self._unchecked:
+            self._unchecked = False
+            integrity.check(self._scheduler)
+        if self._bus is not None and self._sink is not None:
+            states = self._bus.read_states()
+            self._sink.audit(states)
+            self._drop_orphans(states)
+
+    def _drop_orphans(self, states: list[WorkerState]) -> None:
+        """Free the requests of gateways that were replaced: nobody waits for them.
+
+        The aborts go through the feed, as every rank must drop them in the same step.
+        """
+        boots = {s.id: s.boot for s in states if s.role == "gateway"}
+        orphans: list[Message] = [
+            AbortMsg(uid=p.uid, attempt=p.attempt, run=p.run)
+            for p in self._scheduler.held()
+            if p.route is not None and boots.get(p.route.gateway, p.route.boot) != p.route.boot
+        ]
+        if orphans:
+            _log.info("aborting requests=%d of gateways that were replaced", len(orphans))
+            self._injected.append(encode(orphans))
+
+
+def apply(message: Message, scheduler: Scheduler, group: str, incarnation: int) -> bool:
+    """Do what a message says. False: it is malformed or of another incarnation, and dropped.
+
+    Every rank sees the same messages and drops the same ones.
+    """
+    if isinstance(message, AbortMsg):
+        scheduler.abort(message.uid, message.run)
+        return True
+    if (
+        not isinstance(message, UserMsg)
+        or (message.group, message.incarnation) != (group, incarnation)
+        or len(message.uid) != 16
+        or len(message.prompt_ids) % 4
+        or len(message.output_ids) % 4
+    ):
+        _log.warning("dropped message=%s uid=%s", type(message).__name__, _uid(message))
+        return False
+    scheduler.add(
+        message.uid,
+        unpack_ids(message.prompt_ids),
+        message.sampling,
+        route=message.route,
+        attempt=message.attempt,
+        output_ids=unpack_ids(message.output_ids),
+        sent_chars=message.sent_chars,
+    )
+    return True
+
+
+def _uid(message: Message) -> str:
+    uid = getattr(message, "uid", b"")
+    return uid.hex() if isinstance(uid, bytes) else ""
