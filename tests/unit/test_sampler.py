@@ -136,7 +136,7 @@ def allowed_by_sorting(y, top_k, top_p, min_p):
     y = y.astype(np.float64)
     order = np.lexsort((np.arange(len(y)), -y))
     kept = order[: top_k if 1 <= top_k < len(y) else len(y)]
-    p = np.exp(y[kept])
+    p = torch.exp(torch.from_numpy(y.astype(np.float32)[kept])).numpy().astype(np.float64)
     if top_p < 1:
         kept = kept[: int((np.cumsum(p) < top_p * p.sum()).sum()) + 1]
     if min_p > 0:

@@ -60,15 +60,20 @@ def _ranked(y: Tensor, k: Tensor, p: Tensor, look: int) -> tuple[Tensor, Tensor]
 def _reaching(y: Tensor, top: Tensor, k: Tensor, p: Tensor) -> Tensor:
     """How many of `top` [B, n], the row's largest, have probabilities that reach p; n at most."""
     width, n = y.shape[1], top.shape[1]
-    mass = torch.cumsum(torch.exp(top.to(torch.float64)), dim=1)
+    # Both sums are binary64 over the same binary32 terms, so they differ in the order alone.
+    mass = torch.cumsum(torch.exp(top), dim=1, dtype=torch.float64)
     total = mass.gather(1, (k.clamp(max=n) - 1)[:, None])[:, 0]
-    if bool((k >= width).any()):
-        # y = 0 has the probability 1 / sum(exp(y)). A softmax works row by row, so the sum does
-        # not depend on the batch, as that of a reduction shared out among threads would; nor may
-        # it depend on n, which other rows decide.
-        whole = 1 / torch.softmax(y, dim=1).amax(dim=1).to(torch.float64)
-        total = torch.where(k < width, total, whole)
+    if bool((k >= width).any()):  # not taken from `mass` if n is width: other rows decide that
+        total = torch.where(k < width, total, _row_sums(torch.exp(y)))
     return ((mass < (p * total)[:, None]).sum(dim=1) + 1).clamp(max=n)
+
+
+def _row_sums(x: Tensor) -> Tensor:
+    """The sum of each row in float64."""
+    if x.device.type != "cpu":
+        return x.sum(dim=1, dtype=torch.float64)
+    # torch shares out the sum of a single row among threads, and so rounds it another way.
+    return torch.from_numpy(x.numpy().sum(axis=1, dtype=np.float64))
 
 
 def _largest(y: Tensor, n: int) -> Tensor:
