@@ -63,7 +63,8 @@ class Lifecycle:
         while os.read(fd, 64):
             pass
         self.orphan.set()
-        os.kill(os.getpid(), signal.SIGTERM)
+        # To the main thread, so that what it waits for is interrupted.
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
         time.sleep(ORPHAN_SECONDS)
         # The main loop is stuck, or drains for a client that nobody serves any more.
         if self._directory is not None:
@@ -88,7 +89,7 @@ class Lifecycle:
             yield
         finally:
             if self._directory is not None:
-                self._directory.release()
+                self._directory.release(wait=ORPHAN_SECONDS / 2 if self.orphan.is_set() else 0)
 
 
 def _inherited_fd(name: str) -> int | None:

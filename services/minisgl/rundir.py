@@ -14,6 +14,8 @@ import fcntl
 import os
 import shutil
 import tempfile
+import threading
+import time
 from pathlib import Path
 
 from minisgl.config import StartError
@@ -29,6 +31,7 @@ class RunDirectory:
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
         self._lock: int | None = lock
+        self._releasing = threading.Lock()
 
     @classmethod
     def create(cls) -> "RunDirectory":
@@ -76,18 +79,26 @@ class RunDirectory:
         fcntl.flock(lock, fcntl.LOCK_SH)
         return cls(path, lock)
 
-    def release(self) -> None:
-        """Give the share back; the last one removes the directory. Harmless when repeated."""
-        lock, self._lock = self._lock, None
-        if lock is None:
-            return
-        try:
-            if _exclusive(lock):
-                _remove(self.path)
-        finally:
-            os.close(lock)
-        with contextlib.suppress(OSError):  # not empty: other services of this user run
-            self.path.parent.rmdir()
+    def release(self, wait: float = 0.0) -> None:
+        """Give the share back; the last one removes the directory. Harmless when repeated.
+
+        `wait` is how many seconds others get to let go. It is needed after a launcher was killed:
+        the kernel closes its pipes, which is what we noticed, a moment before its locks.
+        """
+        with self._releasing:
+            lock, self._lock = self._lock, None
+            if lock is None:
+                return
+            deadline = time.monotonic() + wait
+            try:
+                while not (last := _exclusive(lock)) and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                if last:
+                    _remove(self.path)
+            finally:
+                os.close(lock)
+            with contextlib.suppress(OSError):  # not empty: other services of this user run
+                self.path.parent.rmdir()
 
 
 def _base() -> Path:
