@@ -5,9 +5,9 @@ import argparse
 
 def token_range(text: str) -> tuple[int, int]:
     """`100-400`, or `256` for exactly that many."""
-    low, _, high = text.partition("-")
+    low, dash, high = text.partition("-")
     try:
-        found = (int(low), int(high or low))
+        found = (int(low), int(high if dash else low))
     except ValueError:
         found = (0, 0)
     if not 1 <= found[0] <= found[1]:

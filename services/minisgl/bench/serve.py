@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
     report = served_report(generator.records)
     report["model"] = target.model
     report["host"] = platform.machine()
-    report["arguments"] = {k: v for k, v in vars(args).items() if _plain(k, v)}
+    report["arguments"] = plain_arguments(args)
     print(
         f"{report['completed']} of {report['requests']} requests answered in "
         f"{report['seconds']:.1f} s, {report['left']} left on purpose, {report['errors']} failed\n"
@@ -160,6 +160,10 @@ def run(args: argparse.Namespace) -> int:
     return 1 if report["errors"] else 0
 
 
-def _plain(name: str, value: object) -> bool:
-    """Whether an argument goes into the report: no secret, nothing that is not data."""
-    return name != "api_key" and isinstance(value, str | int | float | tuple | None)
+def plain_arguments(args: argparse.Namespace) -> dict[str, object]:
+    """The arguments for the report: no secret, nothing that is not data."""
+    return {
+        name: value
+        for name, value in vars(args).items()
+        if name != "api_key" and isinstance(value, str | int | float | tuple | None)
+    }

@@ -1,36 +1,45 @@
 """The step benchmark measures what it says it does."""
 
+from collections.abc import Sequence
+
 import pytest
 
-from minisgl.bench.steps import WARM_UP_STEPS, measure, running_scheduler, time_steps
+from minisgl.bench.steps import (
+    WARM_UP_STEPS,
+    NobodyListens,
+    measure,
+    running_scheduler,
+    time_steps,
+)
 from minisgl.config import EngineConfig
-from minisgl.scheduler.output import Emission, NullSink
+from minisgl.messages import DetokenizeBatch, Message
 
 CONFIG = EngineConfig(model="fake", max_running_requests=5, page_size=4, max_prefill_tokens=64)
 
 
-class Counter(NullSink):
+class Counter(NobodyListens):
     tokens = 0
 
-    def emit(self, emission: Emission) -> None:
-        self.tokens += len(emission.rows)
+    def send(self, queue: str, batch: Sequence[Message]) -> None:
+        super().send(queue, batch)
+        self.tokens += sum(len(m.rows()) for m in batch if isinstance(m, DetokenizeBatch))
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_each_timed_step_gives_every_request_a_token(overlap: bool) -> None:
     config = EngineConfig(model="fake", max_running_requests=5, overlap_scheduling=overlap)
-    sink = Counter()
-    scheduler = running_scheduler(config, 100, requests=5, steps=20, seed=0, sink=sink)
+    bus = Counter()
+    scheduler = running_scheduler(config, 100, requests=5, steps=20, seed=0, bus=bus)
     scheduler.drain()
-    before = sink.tokens
+    before = bus.tokens
     times = time_steps(scheduler, 20)
     scheduler.drain()
     assert len(times) == 20 and min(times) > 0
-    assert sink.tokens - before == 5 * (20 + WARM_UP_STEPS)
+    assert bus.tokens - before == 5 * (20 + WARM_UP_STEPS)
 
 
 def test_the_requests_have_the_length_that_is_named() -> None:
-    scheduler = running_scheduler(CONFIG, 300, requests=5, steps=20, seed=0, sink=NullSink())
+    scheduler = running_scheduler(CONFIG, 300, requests=5, steps=20, seed=0, bus=NobodyListens())
     held = scheduler.table.device_len[:5]
     assert all(290 <= length <= 300 for length in held.tolist())
 
