@@ -264,7 +264,7 @@ def _max_model_len(fields: _Fields, rope: RopeConfig) -> int:
 
 
 def _dtype(fields: _Fields) -> str:
-    name = "dtype" if fields.values.get("dtype") is not None else "torch_dtype"
+    name = "torch_dtype" if fields.values.get("torch_dtype") is not None else "dtype"
     value = fields.values.get(name) or "float32"
     if value not in ("float32", "bfloat16", "float16"):
         raise fields.fail(name, "float32, bfloat16 or float16")
