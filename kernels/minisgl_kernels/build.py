@@ -22,6 +22,7 @@ import importlib.util
 import logging
 import os
 import platform
+import secrets
 import shlex
 import shutil
 import subprocess
@@ -139,9 +140,9 @@ def _build(source: Path, command: tuple[str, ...], folder: Path) -> Path:
     with _locked(folder / "lock"):
         if target.exists():
             return target
-        # The name is the process's own, and the rename atomic: where locks do nothing (some
+        # The name is this build's own, and the rename atomic: where locks do nothing (some
         # network file systems) two processes compile twice, and neither loads half a file.
-        made = folder / f"{source.stem}.{os.getpid()}.tmp"
+        made = folder / f"{source.stem}.{secrets.token_hex(8)}.tmp"
         try:
             _compile((*command, "-o", str(made), str(source)), source.name)
             os.replace(made, target)

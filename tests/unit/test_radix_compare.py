@@ -2,7 +2,6 @@
 
 import logging
 import os
-import shutil
 import stat
 import subprocess
 import sys
@@ -16,10 +15,7 @@ from hypothesis import strategies as st
 from minisgl_kernels import build, radix
 from minisgl_kernels.build import KernelUnavailable
 from minisgl_kernels.radix import common_prefix_len_reference, compare_function
-
-needs_compiler = pytest.mark.skipif(
-    not any(shutil.which(name) for name in ("c++", "g++", "clang++")), reason="no C++ compiler"
-)
+from tests.unit.sanitizer import needs_compiler, run_sanitized
 
 
 @pytest.fixture(scope="module", params=["compiled", "reference"])
@@ -121,27 +117,16 @@ def test_a_refused_argument_does_not_keep_the_other_one_locked(compare):
 
 @needs_compiler
 def test_it_reads_nothing_outside_of_its_arrays(tmp_path):
-    main = tmp_path / "main.cpp"
-    main.write_text("""
+    program = """
         #include <vector>
         #include "radix_compare.h"
         int main() {
           for (int n = 0; n < 200; ++n) {
-            std::vector<std::int32_t> a(n, 7), b(n, 7);   // each on the heap, without slack
-            a.shrink_to_fit(), b.shrink_to_fit();
+            std::vector<std::int32_t> a(n, 7), b(n, 7);  // on the heap, without slack
             if (minisgl::common_prefix_len(a.data(), b.data(), n) != n) return 1;
           }
-        }""")
-    program = tmp_path / "main"
-    built = subprocess.run(
-        [*build.compiler(), "-std=c++17", "-O3", "-g", "-fsanitize=address,undefined",
-         f"-I{build.CSRC}", "-o", program, main],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    if built.returncode:
-        pytest.skip(f"the toolchain has no sanitizers: {built.stderr.splitlines()[:1]}")
-    ran = subprocess.run([program], capture_output=True, text=True, timeout=60)
-    assert ran.returncode == 0, ran.stderr
+        }"""
+    run_sanitized(program, tmp_path)
 
 
 def test_without_a_kernel_the_reference_is_used_with_one_warning(fresh, monkeypatch, caplog):

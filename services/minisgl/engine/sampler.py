@@ -19,6 +19,7 @@ from minisgl.engine.logprobs import LogprobBatch, Logprobs, logprobs_of
 from minisgl.engine.penalties import BiasBatch, BiasState, PenaltyBatch, PenaltyState
 from minisgl.engine.sampling_table import SamplingTable
 from minisgl.messages import SamplingParams
+from minisgl_kernels.sampling import gumbel_draw_function
 
 Ids = npt.NDArray[np.int32]
 Rows = npt.NDArray[np.integer]
@@ -57,7 +58,10 @@ class Sampler:
         self.table = SamplingTable(max_rows)
         self._penalties = PenaltyState(vocab_size, self._device)
         self._biases = BiasState(vocab_size, self._device)
+        if self._device.type == "cpu":
+            gumbel_draw_function()  # compiled now, and not in the first step that draws
 
+    @torch.inference_mode()
     def admit(self, row: int, params: SamplingParams, prompt_ids: Ids, output_ids: Ids) -> None:
         """A request takes `row`. `output_ids` are those of earlier attempts or before a retraction.
 
@@ -76,6 +80,7 @@ class Sampler:
         self._penalties.release(row)
         self._biases.release(row)
 
+    @torch.inference_mode()
     def prepare(
         self,
         rows: Rows,
@@ -85,7 +90,8 @@ class Sampler:
         """What the requests in `rows` [B] need for their next token.
 
         `positions` [B] are the output tokens of each request before it, over all attempts.
-        `draws` [B] is False for a chunk, whose token is dropped: it counts for no penalty.
+        `draws` [B] is False for a chunk, whose token is dropped: it counts for no penalty
+        and reports no log probabilities.
         """
         table = self.table
         needs = table.needs[rows]
@@ -103,18 +109,22 @@ class Sampler:
                 weights=self._upload(
                     np.stack([table.presence[of], table.frequency[of], table.repetition[of]])
                 ),
+                repeats=bool((table.repetition[of] != 1).any()),
             )
         if union & table_.BIAS:
             index = np.flatnonzero(needs & table_.BIAS)
             bias = self._biases.batch(index, rows[index])
         if union & table_.LOGPROBS:
-            index = np.flatnonzero(needs & table_.LOGPROBS)
-            logprobs = LogprobBatch(self._upload(index), table.logprobs[rows[index]])
+            reports = needs & table_.LOGPROBS != 0
+            index = np.flatnonzero(reports if draws is None else reports & draws)
+            if len(index):
+                logprobs = LogprobBatch(self._upload(index), table.logprobs[rows[index]])
         return SamplingBatch(draw, penalties, bias, logprobs)
 
+    @torch.inference_mode()
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
-        """The next token of each row of `logits` [B, V] float32. The logits may be changed."""
-        raw = logits
+        """The next token of each row of `logits` [B, V]. The logits may be changed."""
+        raw = logits = logits.float()
         if batch.penalties is not None or batch.bias is not None:
             if batch.logprobs is not None:
                 logits = logits.clone()  # log probabilities are of the model's own logits
