@@ -118,10 +118,15 @@ async def serve(
 
 def _on_signals(stop: Callable[[], None]) -> None:
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        # A gateway in a thread of a larger program is stopped by that program.
-        with contextlib.suppress(ValueError, RuntimeError):
-            loop.add_signal_handler(number, stop)
+
+    def interrupted() -> None:
+        stop()
+        loop.remove_signal_handler(signal.SIGINT)  # the second one ends the process at once
+
+    # A gateway in a thread of a larger program is stopped by that program.
+    with contextlib.suppress(ValueError, RuntimeError):
+        loop.add_signal_handler(signal.SIGTERM, stop)
+        loop.add_signal_handler(signal.SIGINT, interrupted)
 
 
 async def _tick(service: Service, stop: asyncio.Event) -> None:

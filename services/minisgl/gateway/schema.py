@@ -8,7 +8,7 @@ all is refused too, so that a misspelt one cannot be ignored in silence.
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from minisgl.gateway.errors import bad_request, shown
@@ -127,6 +127,13 @@ def _check_bias(value: Any) -> dict[int, float] | None:
     return bias
 
 
+def _check_text(value: str) -> str:
+    if not _is_text(value):
+        raise ValueError("must not hold half of a surrogate pair")
+    return value
+
+
+Text = Annotated[str, AfterValidator(_check_text)]
 TokenId = Annotated[int, Field(ge=0, le=INT32)]
 Count = Annotated[int, Field(ge=1, le=INT32)]
 Stop = Annotated[
@@ -185,7 +192,7 @@ class Message(_Strict):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
-    name: str | None = None
+    name: Text | None = None
 
     def plain(self) -> dict[str, str]:
         """For the chat template. Templates know the developer's role by its older name."""
@@ -197,7 +204,7 @@ class Message(_Strict):
 class GenerationRequest(_Strict):
     """What chat and completions have in common."""
 
-    model: str
+    model: Text
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -335,8 +342,8 @@ class CompletionRequest(GenerationRequest):
 class TokenizeRequest(_Strict):
     """The body of POST /tokenize: exactly one of prompt and messages."""
 
-    model: str
-    prompt: str | None = None
+    model: Text
+    prompt: Text | None = None
     messages: list[Message] | None = Field(default=None, min_length=1)
     add_special_tokens: bool | None = None
 
@@ -352,5 +359,5 @@ class TokenizeRequest(_Strict):
 class DetokenizeRequest(_Strict):
     """The body of POST /detokenize."""
 
-    model: str
+    model: Text
     tokens: list[TokenId]

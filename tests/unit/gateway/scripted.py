@@ -1,6 +1,7 @@
 """A bus in memory, and a group behind it that answers as its script says."""
 
 import asyncio
+import copy
 import queue
 import socket
 import threading
@@ -98,7 +99,7 @@ class FakeBus(Bus):
         self._beat += 1
         for state in self.states:
             state.beat = self._beat
-        return list(self.states)
+        return [copy.copy(state) for state in self.states]
 
     def close(self) -> None:
         self.closed = True
