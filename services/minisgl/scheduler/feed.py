@@ -50,6 +50,8 @@ class PubSubFeed:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         if comm.rank == 0:
+            # Else only the first of equal subscriptions is reported.
+            self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)
             self._socket.bind(endpoint)
             comm.barrier()
             # A subscriber that is not connected yet would miss the first steps.
