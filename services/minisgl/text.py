@@ -108,7 +108,12 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False)
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """The text of `ids`, as transformers decodes them. Ids without a token have no text."""
+        """The text of `ids`, as transformers decodes them. Ids without a token have no text.
+
+        Raises `ValueError` for a negative id and for one over 32 bits.
+        """
+        if ids and not 0 <= min(ids) <= max(ids) < 2**31:
+            raise ValueError("token ids must be 0 or more and fit into 31 bits")
         if self._fast is None:
             return str(self.hf.decode(ids, skip_special_tokens=skip_special_tokens))
         text: str = self._fast.decode(ids, skip_special_tokens=skip_special_tokens)

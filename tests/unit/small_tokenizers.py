@@ -24,7 +24,7 @@ WORDS = [
 def wrap(backend: Backend, **settings: Any) -> Tokenizer:
     """As `load_tokenizer` would give it."""
     return Tokenizer(
-        PreTrainedTokenizerFast(
+        PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
             tokenizer_object=backend,
             unk_token="<unk>", bos_token="<s>", eos_token="</s>",
             clean_up_tokenization_spaces=settings.pop("clean_up", False), **settings,

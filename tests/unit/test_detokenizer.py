@@ -105,7 +105,12 @@ def test_a_run_of_byte_tokens_is_decoded_once_and_not_at_each_token() -> None:
     tokenizer = made(gemma)
     decoder: Any = incremental_decoder(tokenizer)
     calls: list[int] = []
-    decoder._decode = lambda ids: calls.append(len(ids)) or tokenizer.decode_raw(ids)
+
+    def counted(ids: list[int]) -> str:
+        calls.append(len(ids))
+        return tokenizer.decode_raw(ids)
+
+    decoder._decode = counted
     byte, after = tokenizer.hf.convert_tokens_to_ids(["<0x41>", "a"])
     for token_id in [byte] * 500 + [after]:
         decoder.push(token_id)

@@ -1,0 +1,131 @@
+"""The loop that a tokenizer and a detokenizer share: receive, handle, send, acknowledge, beat."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, Protocol
+
+from minisgl.bus import Bus
+from minisgl.config import WorkerConfig, new_boot
+from minisgl.messages import Message, WorkerState
+
+log = logging.getLogger(__name__)
+
+BEAT_SECONDS = 1.0
+_WAIT_SECONDS = 0.1
+"""Longest wait for an entry: how soon SIGTERM is noticed."""
+_QUIET_SECONDS = 0.3
+"""How long nothing may come before a draining worker takes its queues for empty."""
+
+Addressed = tuple[str, Message]
+"""(queue, message) to send."""
+
+
+class Core(Protocol):
+    """What a worker does, without any input or output of its own."""
+
+    role: Literal["tokenizer", "detokenizer"]
+    handles: tuple[type, ...]
+    """The kinds of messages that it takes."""
+
+    def handle(self, message: Message) -> list[Addressed]:
+        """What follows from one message. Raises `ValueError` for a malformed one."""
+
+    def tick(self) -> None:
+        """Called each second."""
+
+    def busy(self) -> bool:
+        """Whether it holds requests that are not finished."""
+
+    def leave(self, peer: bool) -> list[Addressed] | None:
+        """The time to drain is over. None: go on; else the last messages, and the process ends.
+
+        `peer`: another live worker of this role takes new work.
+        """
+
+
+def run_loop(
+    config: WorkerConfig,
+    bus: Bus,
+    cores: Sequence[Core],
+    *,
+    on_ready: Callable[[], None] | None = None,
+    stop: threading.Event | None = None,
+) -> int:
+    """Turn until `stop` is set and the work is done; returns the exit code 0.
+
+    All entries of one `receive` are handled, then what follows goes out as one entry a queue, then
+    they are acknowledged: a crash in between repeats, and loses nothing.
+    """
+    stop = stop or threading.Event()
+    by_kind = {kind: core for core in cores for kind in core.handles}
+    states = [
+        WorkerState(role=core.role, id=config.id, boot=new_boot(), beat=0, pod=config.pod)
+        for core in cores
+    ]
+    next_beat = heard = time.monotonic()
+    deadline: float | None = None
+    ready = False
+    while True:
+        now = time.monotonic()
+        if deadline is None and stop.is_set():
+            deadline, heard, next_beat = now + config.drain, now, now
+            log.info("draining for at most %g seconds", config.drain)
+        if now >= next_beat:
+            next_beat = now + BEAT_SECONDS
+            for core, state in zip(cores, states, strict=True):
+                core.tick()
+                state.beat += 1
+                state.draining = deadline is not None
+                bus.publish_state(state)
+        if not ready:
+            ready = True
+            if on_ready is not None:
+                on_ready()
+        if deadline is not None and _done(bus, cores, states, now - heard, now >= deadline):
+            return 0
+        entries = bus.receive(_WAIT_SECONDS)
+        if entries:
+            heard = time.monotonic()
+            send_all(bus, _handled(by_kind, (m for e in entries for m in e.messages)))
+            bus.ack(entries)
+
+
+def _handled(by_kind: dict[type, Core], messages: Iterable[Message]) -> Iterable[Addressed]:
+    for message in messages:
+        core = by_kind.get(type(message))
+        if core is None:
+            log.warning("dropped a %s: not for this worker", type(message).__name__)
+            continue
+        try:
+            yield from core.handle(message)
+        except ValueError as error:
+            log.warning("dropped a malformed %s: %s", type(message).__name__, error)
+
+
+def send_all(bus: Bus, addressed: Iterable[Addressed]) -> None:
+    """Send these messages, as one entry a queue and in their order."""
+    batches: dict[str, list[Message]] = {}
+    for queue, message in addressed:
+        batches.setdefault(queue, []).append(message)
+    for queue, batch in batches.items():
+        bus.send(queue, batch)
+
+
+def _done(
+    bus: Bus, cores: Sequence[Core], states: Sequence[WorkerState], quiet: float, late: bool
+) -> bool:
+    if not any(core.busy() for core in cores) and (late or quiet >= _QUIET_SECONDS):
+        return True
+    if not late:
+        return False
+    others = bus.read_states()
+    boots = {state.boot for state in states}
+    for core in cores:
+        peer = any(s.role == core.role and not s.draining and s.boot not in boots for s in others)
+        last = core.leave(peer)
+        if last is None:
+            return False
+        send_all(bus, last)
+    return True

@@ -1,0 +1,217 @@
+"""The tokenizer: a gateway's prompts in, token ids to rank 0 of a group out.
+
+`TokenizerCore` does no input or output; what it must know of the groups it reads from the states
+that the workers publish.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from minisgl.bus import TOK, Bus, connect, reply_queue, req_queue
+from minisgl.config import WorkerConfig
+from minisgl.hub import model_vocab_size, resolve_model
+from minisgl.messages import (
+    ErrorInfo,
+    GroupLoad,
+    Message,
+    TokenizeMsg,
+    UserMsg,
+    UserReply,
+    WorkerState,
+    pack_ids,
+    unpack_ids,
+)
+from minisgl.text import Tokenizer, load_tokenizer
+from minisgl.tokenizer.loop import Addressed, Core, run_loop
+
+STATES_SECONDS = 0.2
+"""How long states that were read are good: they change each second."""
+
+
+class _Refusal(Exception):
+    """The request itself is at fault: a final answer."""
+
+    def __init__(self, param: str, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.info = ErrorInfo(status=400, message=message, code=code, param=param)
+
+
+def choose_group(loads: Sequence[GroupLoad], prompt_ids: Sequence[int]) -> GroupLoad | None:
+    """The group with the fewest requests, the first by name among equals; None if there is none.
+
+    `prompt_ids` is for a choice by cached prefixes.
+    """
+    return min(loads, key=lambda g: (g.running + g.waiting, g.group), default=None)
+
+
+class TokenizerCore:
+    """Turns prompts into ids for the group that takes them.
+
+    `vocab_size` is the number of rows of the model's embedding: a larger id is refused.
+    """
+
+    role: Literal["tokenizer", "detokenizer"] = "tokenizer"
+    handles: tuple[type, ...] = (TokenizeMsg,)
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        read_states: Callable[[], list[WorkerState]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._read_states = read_states
+        self._clock = clock
+        self._groups: dict[tuple[int, int], GroupLoad] = {}
+        """By (boot, beat) of the state that said it."""
+        self._read_at = float("-inf")
+        self._sent: Counter[int] = Counter()
+        """By incarnation: requests sent since its state was read, which it does not count yet."""
+
+    def handle(self, message: Message) -> list[Addressed]:
+        """The request for a group, or the answer for its gateway."""
+        if not isinstance(message, TokenizeMsg):
+            raise ValueError("a tokenizer takes TokenizeMsg only")
+        to_gateway = reply_queue(message.route.gateway)
+        try:
+            param, ids = self._prompt_ids(message)
+            group = choose_group(self._loads(), ids)
+            if group is None:
+                return [(to_gateway, _reply(message, again="refused", why="no group is ready"))]
+            if len(ids) >= group.max_model_len:
+                raise _Refusal(
+                    param,
+                    f"the prompt has {len(ids)} tokens, and the model's context length is "
+                    f"{group.max_model_len} tokens for the prompt and at least one of output",
+                    code="context_length_exceeded",
+                )
+        except _Refusal as refusal:
+            return [(to_gateway, _reply(message, error=refusal.info))]
+        self._sent[group.incarnation] += 1
+        request = UserMsg(
+            uid=message.uid,
+            attempt=message.attempt,
+            route=message.route,
+            group=group.group,
+            incarnation=group.incarnation,
+            prompt_ids=pack_ids(ids),
+            output_ids=message.output_ids,
+            sent_chars=message.sent_chars,
+            sampling=message.sampling,
+        )
+        return [(req_queue(group.group, group.incarnation), request)]
+
+    def _prompt_ids(self, message: TokenizeMsg) -> tuple[str, list[int]]:
+        """(The API's name of the prompt, its ids), checked."""
+        given = [message.text, message.messages, message.prompt_ids]
+        if sum(part is not None for part in given) != 1:
+            raise _Refusal("prompt", "give exactly one of a text, messages and token ids")
+        param = "prompt" if message.messages is None else "messages"
+        try:
+            if message.messages is not None:
+                ids = self._tokenizer.encode_chat(message.messages)
+            elif message.text is not None:
+                ids = self._tokenizer.encode(message.text, message.add_special_tokens)
+            else:
+                ids = unpack_ids(message.prompt_ids or b"").tolist()
+        except ValueError as error:
+            raise _Refusal(param, str(error)) from error
+        if not ids:
+            raise _Refusal(param, "the prompt is empty: it must come to at least one token")
+        self._check_ids(param, ids)
+        self._check_ids("logit_bias", list(message.sampling.logit_bias or ()))
+        return param, ids
+
+    def _check_ids(self, param: str, ids: list[int]) -> None:
+        for token_id in (min(ids), max(ids)) if ids else ():
+            if not 0 <= token_id < self._vocab_size:
+                raise _Refusal(
+                    param,
+                    f"{param} holds the token id {token_id}; the model's go from 0 to "
+                    f"{self._vocab_size - 1}",
+                )
+
+    def _loads(self) -> list[GroupLoad]:
+        """Groups that are formed and not draining, with the requests sent to them just now."""
+        now = self._clock()
+        if not self._groups or now - self._read_at >= STATES_SECONDS:
+            self._read_at = now
+            found = {
+                (state.boot, state.beat): state.load
+                for state in self._read_states()
+                if state.load is not None and not state.draining
+            }
+            # A newer beat counts what was sent before it.
+            unchanged = {load.incarnation for key, load in found.items() if key in self._groups}
+            self._sent = Counter({i: n for i, n in self._sent.items() if i in unchanged})
+            self._groups = found
+        return [self._with_sent(load) for load in self._groups.values()]
+
+    def _with_sent(self, load: GroupLoad) -> GroupLoad:
+        sent = self._sent.get(load.incarnation, 0)
+        if not sent:
+            return load
+        return GroupLoad(
+            group=load.group, incarnation=load.incarnation, max_model_len=load.max_model_len,
+            running=load.running, waiting=load.waiting + sent,
+        )  # fmt: skip
+
+    def tick(self) -> None:
+        """Nothing: it holds nothing."""
+
+    def busy(self) -> bool:
+        """Never: a message is handled as soon as it is met."""
+        return False
+
+    def leave(self, peer: bool) -> list[Addressed]:
+        """Nothing is left to say."""
+        return []
+
+
+def _reply(
+    message: TokenizeMsg,
+    *,
+    error: ErrorInfo | None = None,
+    again: Literal["refused"] | None = None,
+    why: str = "",
+) -> UserReply:
+    return UserReply(
+        uid=message.uid,
+        attempt=message.attempt,
+        boot=message.route.boot,
+        pos=len(message.output_ids) // 4,
+        text_at=message.sent_chars,
+        error=error,
+        again=again,
+        why=why,
+    )
+
+
+def run_tokenizer(
+    config: WorkerConfig,
+    *,
+    bus: Bus | None = None,
+    on_ready: Callable[[], None] | None = None,
+    stop: threading.Event | None = None,
+) -> int:
+    """Serve until `stop` is set and the queue is empty; returns the exit code.
+
+    It closes a `bus` that it made itself. Raises `UsageError` and `StartError` before `on_ready`.
+    """
+    folder = resolve_model(config.model, files="tokenizer")
+    tokenizer = load_tokenizer(folder)
+    vocab_size = model_vocab_size(folder) or tokenizer.vocab_size
+    own_bus = bus is None
+    bus = bus if bus is not None else connect(config.bus, config.service)
+    try:
+        cores: list[Core] = [TokenizerCore(tokenizer, vocab_size, bus.read_states)]
+        bus.subscribe(TOK)
+        return run_loop(config, bus, cores, on_ready=on_ready, stop=stop)
+    finally:
+        if own_bus:
+            bus.close()
