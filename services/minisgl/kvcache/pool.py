@@ -1,5 +1,8 @@
 """Where keys and values are stored."""
 
+import math
+
+import numpy as np
 import torch
 
 
@@ -26,7 +29,7 @@ class KVPool:
         self.page_size = page_size
         self.dummy_page = pages
         shape = (2, layers, pages + 1, page_size, kv_heads, head_dim)
-        self.buffer = torch.zeros(shape, dtype=dtype, device=device)
+        self.buffer = _zeros(shape, dtype, device)
         slots = self.buffer.view(2, layers, (pages + 1) * page_size, kv_heads, head_dim)
         # views are made once: a store and two reads a layer would else make them in each step
         self._k, self._v = list(slots[0].unbind()), list(slots[1].unbind())
@@ -57,3 +60,15 @@ class KVPool:
         """Write k and v [T, kv_heads, head_dim] to the slots out_loc [T] of one layer."""
         self._k[layer].index_copy_(0, out_loc, k)
         self._v[layer].index_copy_(0, out_loc, v)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on a CPU without touching them, so that pages take memory when they are first used.
+
+    `torch.zeros` writes every byte there: many gigabytes at each start, for a cache that a laptop
+    may never fill.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    untouched = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(untouched).view(dtype).view(shape)
