@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import uvicorn
 
 from minisgl.bus import connect
-from minisgl.config import GatewayConfig, StartError
+from minisgl.config import GatewayConfig, StartError, UsageError
 from minisgl.gateway.app import build_app
 from minisgl.gateway.service import Service
 
@@ -23,7 +23,12 @@ CLOSE_SECONDS = 2
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet. Raises `StartError` if the address is taken."""
+    """A bound socket that does not listen yet.
+
+    Raises `UsageError` for a port that cannot be, `StartError` for an address that is taken.
+    """
+    if not 0 <= port <= 65535:
+        raise UsageError(f"--port must be between 0 (any free one) and 65535, not {port}")
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -31,7 +36,7 @@ def bind(host: str, port: int) -> socket.socket:
         sock = socket.socket(family, kind, proto)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-    except (OSError, OverflowError) as error:
+    except (OSError, UnicodeError) as error:
         raise StartError(f"cannot listen on --host {host} --port {port}: {error}") from None
     return sock
 
@@ -66,7 +71,7 @@ def run_gateway(
         tokenizer = load_tokenizer(folder)
         vocabulary = model_vocab_size(folder) or tokenizer.vocab_size
         service = Service(config, connect(config.bus, config.service), tokenizer, vocabulary)
-        runner = uvicorn.Config("", loop="auto").get_loop_factory()
+        runner = uvicorn.Config("", loop="auto", log_config=None).get_loop_factory()
         with asyncio.Runner(loop_factory=runner) as loop:
             return loop.run(serve(service, own, listen_when_ready, on_ready))
     finally:
@@ -99,6 +104,9 @@ async def serve(
                 timeout_graceful_shutdown=CLOSE_SECONDS,
             )
         )
+        # A socket of the launcher was bound without it, to have the address alone until now. With it,
+        # connections that linger after the end do not hinder the next start.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         serving = asyncio.create_task(server.serve([sock]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.01)

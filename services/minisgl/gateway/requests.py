@@ -152,6 +152,7 @@ class Requests:
     def fail_all(self, error: ErrorInfo) -> None:
         """End every open request with this error."""
         for request in list(self._open.values()):
+            self._abort(request.uid, request.attempt, request.source)
             self._fail(request, error)
 
     # --- what comes from the bus ------------------------------------------------------------

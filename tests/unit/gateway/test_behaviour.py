@@ -1,0 +1,455 @@
+"""What happens around an answer: clients that leave, queues that fill, a bus that is away."""
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from minisgl.config import StartError, UsageError
+from minisgl.gateway import main
+from minisgl.gateway.auth import Keys
+from minisgl.messages import (
+    AuditMsg,
+    ErrorInfo,
+    Message,
+    TokenizeMsg,
+    UserReply,
+    pack_ids,
+    unpack_ids,
+)
+from tests.support import metrics, wait_until
+from tests.unit.gateway.scripted import (
+    INCARNATION,
+    MAX_MODEL_LEN,
+    MODEL,
+    OUTPUT,
+    Stage,
+    aborted,
+    chat_body,
+)
+
+CHAT = "/v1/chat/completions"
+MakeStage = Callable[..., Stage]
+
+
+def soon(condition: Callable[[], bool], what: object = "the condition does not hold") -> None:
+    wait_until(condition, 10, lambda: str(what))
+
+
+def raw_post(stage: Stage, body: dict[str, Any], path: str = CHAT) -> socket.socket:
+    """Send a request over a bare socket."""
+    sock = stage.connect()
+    data = json.dumps(body).encode()
+    sock.sendall(
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(data)}\r\n\r\n".encode()
+        + data
+    )
+    return sock
+
+
+# --- clients that leave or are slow ---------------------------------------------------------
+
+
+def test_a_streaming_client_that_leaves_is_aborted_at_its_source(stage: Stage) -> None:
+    stage.group.pause_after = 3
+    with stage.http.stream("POST", CHAT, json=chat_body(stream=True)) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+    soon(lambda: aborted(stage.bus) == [(1, 1)], stage.bus.sent)
+    soon(lambda: len(stage.service.requests) == 0 and not stage.service.calls)
+    assert metrics(stage.url)["minisgl_requests_total"] == 1
+
+
+def test_a_blocking_client_that_leaves_is_aborted_too(stage: Stage) -> None:
+    stage.group.pause_after = 3
+    sock = raw_post(stage, chat_body(n=2))
+    soon(lambda: stage.service.requests.waiting == 0 and stage.group.runs == 2)
+    sock.close()
+    soon(lambda: aborted(stage.bus) == [(1, 1), (1, 2)], stage.bus.sent)
+
+
+def test_a_client_that_leaves_before_any_reply_is_aborted_when_the_first_comes(
+    stage: Stage,
+) -> None:
+    stage.group.pause_after = -1
+    sock = raw_post(stage, chat_body(stream=True))
+    soon(lambda: stage.group.runs == 1)
+    sock.close()
+    soon(lambda: len(stage.service.requests) == 0)
+    assert aborted(stage.bus) == []
+    stage.group.go_on()
+    soon(lambda: (1, 1) in aborted(stage.bus), stage.bus.sent)
+
+
+def test_an_audit_tells_of_a_request_whose_client_left(stage: Stage) -> None:
+    stage.bus.deliver(
+        AuditMsg(
+            boot=stage.service.boot, group="g0", incarnation=INCARNATION, detokenizer="d0",
+            held=[(b"x" * 16, 1, 77, 5)],
+        )
+    )  # fmt: skip
+    soon(lambda: aborted(stage.bus) == [(1, 77)])
+
+
+def test_a_client_that_reads_nothing_holds_up_nobody_and_then_gets_all(stage: Stage) -> None:
+    stage.group.output = "x" * 200_000
+    stage.group.react = lambda message: _in_large_pieces(stage, message)
+    slow = raw_post(stage, chat_body(stream=True))
+    soon(lambda: stage.group.runs == 1 and len(stage.service.requests) == 0)
+    stage.group.output, stage.group.react = OUTPUT, lambda message: None
+    assert stage.chat(max_tokens=7).choices[0].message.content == "Grüße"
+    received = b""
+    while not received.endswith(b"0\r\n\r\n"):
+        received += slow.recv(1 << 20)
+    assert b"data: [DONE]" in received and received.count(b"x" * 1000) >= 20_000
+    soon(lambda: not stage.service.calls)
+
+
+def _in_large_pieces(stage: Stage, message: TokenizeMsg) -> list[UserReply]:
+    """20 MB in 200 replies: more than sockets hold."""
+    prompt = pack_ids(stage.group.prompt_of(message))
+    replies = [stage.group.reply(message, prompt_ids=prompt)]
+    for i in range(200):
+        replies.append(
+            stage.group.reply(
+                message, pos=i, ids=pack_ids([5]), text="x" * 100_000, text_at=i * 100_000,
+                finish="stop" if i == 199 else None,
+            )
+        )  # fmt: skip
+    return replies
+
+
+def test_forty_clients_at_once_all_get_their_answer(stage: Stage) -> None:
+    answers: list[str] = []
+
+    def ask() -> None:
+        chunks = stage.chat(stream=True, max_tokens=40)
+        answers.append("".join(c.choices[0].delta.content or "" for c in chunks))
+
+    threads = [threading.Thread(target=ask) for _ in range(40)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(answers) == 40 and len(set(answers)) == 1
+    soon(lambda: len(stage.service.requests) == 0 and not stage.service.calls)
+
+
+# --- errors in the middle -------------------------------------------------------------------
+
+
+def test_an_error_after_the_first_byte_is_an_event_and_then_the_end(stage: Stage) -> None:
+    def fails_later(message: TokenizeMsg) -> list[UserReply]:
+        error = ErrorInfo(status=500, message="it broke", code="c")
+        return [*stage.group.answer(message)[:4], stage.group.reply(message, error=error)]
+
+    stage.group.react = fails_later
+    stage.group.pause_after = 3
+    with stage.http.stream("POST", CHAT, json=chat_body(stream=True)) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        stage.group.go_on()
+        events = [line for line in lines if line]
+    assert answer.status_code == 200
+    assert json.loads(events[-1].removeprefix("data: "))["error"]["message"] == "it broke"
+    chunks = iter(stage.chat(stream=True))
+    next(chunks)
+    stage.group.go_on()
+    with pytest.raises(openai.APIError, match="it broke"):
+        list(chunks)
+
+
+def test_an_error_of_one_choice_ends_the_others(stage: Stage) -> None:
+    def second_fails(message: TokenizeMsg) -> list[UserReply]:
+        if stage.group.runs == 2:
+            return stage.group.error(message, 400, "no")
+        return stage.group.answer(message)[:3]
+
+    stage.group.react = second_fails
+    with pytest.raises(openai.BadRequestError, match="no"):
+        stage.chat(n=2)
+    soon(lambda: aborted(stage.bus) == [(1, 1)])
+
+
+def test_a_stream_goes_on_after_a_replay_as_if_nothing_had_happened(stage: Stage) -> None:
+    def falls_once(message: TokenizeMsg) -> list[UserReply]:
+        replies = stage.group.answer(message)
+        if message.attempt == 1:
+            lost = stage.group.reply(message, again="lost")
+            return [*replies[:20], lost]
+        return replies
+
+    stage.group.react = falls_once
+    stage.group.cached_tokens = 1
+    chunks = list(stage.chat(stream=True, stream_options={"include_usage": True}))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == OUTPUT
+    first, second = stage.bus.of(TokenizeMsg)
+    assert len(unpack_ids(second.output_ids)) == 19 and second.sampling == first.sampling
+    assert chunks[-1].usage.completion_tokens == len(OUTPUT.encode()) + 1
+    seen = metrics(stage.url)
+    assert seen["minisgl_request_replays_total"] == 1
+    assert seen["minisgl_prompt_tokens_total"] == len("[user]Rivers?")
+    assert seen["minisgl_cached_tokens_total"] == 1
+    assert seen["minisgl_generation_tokens_total"] == len(OUTPUT.encode()) + 1
+
+
+def test_messages_for_others_on_its_queue_do_not_stop_the_gateway(stage: Stage) -> None:
+    stage.bus.deliver(stage.group.reply(_message(stage), ids=b"abc", pos=-5))
+    stage.bus.deliver(_message(stage))
+    assert stage.chat(max_tokens=1).usage.completion_tokens == 1
+
+
+def _message(stage: Stage) -> TokenizeMsg:
+    stage.chat(max_tokens=1)
+    message = stage.bus.of(TokenizeMsg)[-1]
+    assert isinstance(message, TokenizeMsg)
+    return message
+
+
+def test_a_request_over_its_time_limit_is_a_504(make_stage: MakeStage) -> None:
+    stage = make_stage(request_timeout_seconds=0.3)
+    stage.group.pause_after = 1
+    with pytest.raises(openai.APIStatusError) as error:
+        stage.chat()
+    assert error.value.status_code == 504 and error.value.code == "request_timeout"
+    soon(lambda: aborted(stage.bus) == [(1, 1)])
+
+
+# --- limits and readiness -------------------------------------------------------------------
+
+
+def test_one_more_than_may_wait_is_a_429_with_retry_after(make_stage: MakeStage) -> None:
+    stage = make_stage(max_queued_requests=2)
+    stage.group.pause_after = 0
+    waiting = [raw_post(stage, chat_body()) for _ in range(2)]
+    soon(lambda: stage.service.requests.waiting == 2)
+    answer = stage.post(CHAT, chat_body())
+    assert answer.status_code == 429 and answer.json()["error"]["code"] == "queue_full"
+    assert int(answer.headers["retry-after"]) > 0
+    stage.group.pause_after = None
+    stage.group.go_on()
+    soon(lambda: stage.service.requests.waiting == 0)
+    assert stage.post(CHAT, chat_body(max_tokens=1)).status_code == 200
+    for sock in waiting:
+        sock.close()
+
+
+def test_more_choices_than_the_queue_holds_can_never_be_served(make_stage: MakeStage) -> None:
+    answer = make_stage(max_queued_requests=2).post(CHAT, chat_body(n=3))
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "n"
+
+
+@pytest.mark.parametrize("gone", [0, 1, 2])
+def test_without_a_group_or_a_worker_a_new_request_is_a_503_at_once(
+    stage: Stage, gone: int
+) -> None:
+    stage.bus.states.pop(gone)
+    soon(lambda: stage.http.get("/ready").status_code == 503)
+    answer = stage.post(CHAT, chat_body(stream=True))
+    assert answer.status_code == 503 and answer.json()["error"]["code"] == "no_group_ready"
+    assert int(answer.headers["retry-after"]) > 0
+    assert stage.http.get("/health").status_code == 200
+    assert stage.post("/tokenize", {"model": MODEL, "prompt": "x"}).json()["max_model_len"] == 400
+
+
+def test_a_draining_group_takes_nothing_new(stage: Stage) -> None:
+    stage.bus.states[0].draining = True
+    soon(lambda: stage.http.get("/ready").status_code == 503)
+
+
+def test_an_accepted_request_waits_for_a_group_and_then_goes_on(stage: Stage) -> None:
+    refused = [0]
+
+    def refuses_twice(message: TokenizeMsg) -> list[UserReply] | None:
+        refused[0] += 1
+        return (
+            [stage.group.reply(message, source=None, again="refused")] if refused[0] < 3 else None
+        )
+
+    stage.group.react = refuses_twice
+    assert stage.chat().choices[0].message.content == OUTPUT
+    assert refused[0] == 3
+
+
+def test_a_bus_that_is_away_is_a_503_and_keeps_what_was_to_be_sent(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.group.pause_after = 5
+    sock = raw_post(stage, chat_body(stream=True))
+    soon(lambda: stage.group.runs == 1 and stage.service.requests.waiting == 0)
+    stage.bus.away = True
+    soon(lambda: stage.http.get("/ready").status_code == 503)
+    answer = stage.post(CHAT, chat_body())
+    assert answer.json()["error"]["code"] == "bus_unavailable" and answer.headers["retry-after"]
+    sock.close()
+    soon(lambda: len(stage.service.requests) == 0)
+    stage.bus.away = False
+    soon(lambda: aborted(stage.bus) == [(1, 1)], stage.bus.sent)
+    soon(lambda: stage.http.get("/ready").status_code == 200)
+
+
+def test_it_does_not_listen_until_a_request_can_be_served(make_stage: MakeStage) -> None:
+    stage = Stage()
+    states, stage.bus.states = stage.bus.states, []
+    stage.start(wait=False)
+    try:
+        soon(lambda: stage.bus.own is not None)
+        with pytest.raises(httpx.ConnectError):
+            stage.http.get("/health")
+        assert not stage.listens.is_set()
+        stage.bus.states = states
+        assert stage.listens.wait(10)
+        assert stage.http.get("/ready").json() == {"status": "ready"}
+    finally:
+        stage.close()
+
+
+def test_a_signal_ends_it_while_it_waits_for_a_group(make_stage: MakeStage) -> None:
+    stage = Stage()
+    stage.bus.states = []
+    stage.start(wait=False)
+    soon(lambda: stage.bus.own is not None)
+    stage.close()
+    assert stage.code == 0 and not stage.listens.is_set() and stage.bus.closed
+
+
+def test_it_publishes_its_state_with_a_beat_that_moves(stage: Stage) -> None:
+    soon(lambda: stage.bus.own is not None)
+    first = stage.bus.own
+    assert first is not None and (first.role, first.id) == ("gateway", "gw")
+    assert first.boot == stage.service.boot and not first.draining
+    soon(lambda: stage.bus.own is not None and stage.bus.own.beat > first.beat)
+
+
+# --- the end --------------------------------------------------------------------------------
+
+
+def test_a_drain_refuses_new_requests_and_finishes_open_streams(make_stage: MakeStage) -> None:
+    stage = make_stage(drain_seconds=30.0)
+    stage.group.pause_after = 5
+    with stage.http.stream("POST", CHAT, json=chat_body(stream=True)) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        stage.signal()
+        soon(lambda: httpx.get(f"{stage.url}/health").status_code == 503)
+        refused = httpx.post(stage.url + CHAT, json=chat_body())
+        assert refused.status_code == 503 and refused.headers["retry-after"]
+        soon(lambda: stage.bus.own is not None and stage.bus.own.draining)
+        stage.group.go_on()
+        assert "data: [DONE]" in list(lines)
+    soon(lambda: stage.code == 0)
+    assert stage.bus.closed
+
+
+def test_what_outlasts_the_drain_ends_with_an_error_and_is_aborted(make_stage: MakeStage) -> None:
+    stage = make_stage(drain_seconds=0.2)
+    stage.group.pause_after = 5
+    with stage.http.stream("POST", CHAT, json=chat_body(stream=True)) as answer:
+        stage.signal()
+        events = [line for line in answer.iter_lines() if line]
+    assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
+    soon(lambda: stage.code == 0)
+    assert aborted(stage.bus) == [(1, 1)]
+
+
+def test_a_thread_that_fails_ends_the_process_with_an_error(stage: Stage) -> None:
+    def fails(message: Message) -> None:
+        raise RuntimeError("the test breaks the bus")
+
+    stage.bus.on_send = fails
+    sock = raw_post(stage, chat_body())
+    soon(lambda: stage.code == 1)
+    sock.close()
+
+
+def test_an_address_that_is_taken_is_an_error_of_the_start(stage: Stage) -> None:
+    port = int(stage.url.rpartition(":")[2])
+    with pytest.raises(StartError, match=f"--port {port}"):
+        main.bind("127.0.0.1", port)
+    with pytest.raises(StartError, match="--host"):
+        main.bind("no.such.host.invalid", 1)
+    with pytest.raises(UsageError, match="--port"):
+        main.bind("127.0.0.1", 99999)
+
+
+# --- the edge -------------------------------------------------------------------------------
+
+
+def test_every_answer_has_a_request_id(stage: Stage) -> None:
+    for path in ("/health", "/v1/models", "/v1/nothing"):
+        made = stage.http.get(path).headers["x-request-id"]
+        assert made and made != stage.http.get(path).headers["x-request-id"]
+        given = stage.http.get(path, headers={"X-Request-Id": "A b"})
+        assert given.headers["x-request-id"] == "A b"
+        assert len(given.headers.get_list("x-request-id")) == 1
+
+
+def test_a_prefix_that_a_proxy_leaves_is_taken_off(make_stage: MakeStage) -> None:
+    stage = make_stage(root_path="/qwen/")
+    for path in ("/qwen/v1/models", "/v1/models", "/qwen/health", "/qwen/v1/models/" + MODEL):
+        assert stage.http.get(path).status_code == 200, path
+    for path in ("/qwenx/v1/models", "/qwen", "/other/v1/models"):
+        assert stage.http.get(path).status_code == 404, path
+
+
+def test_with_keys_every_path_but_probes_and_metrics_needs_one(make_stage: MakeStage) -> None:
+    stage = make_stage(api_keys=("secret", "second"))
+    for header in (None, "Bearer wrong", "Basic secret", "Bearer secretx", "secret", "Bearer ü"):
+        headers = {} if header is None else {"authorization": header.encode()}
+        for answer in (
+            stage.http.post(CHAT, json=chat_body(), headers=headers),
+            stage.http.get("/v1/models", headers=headers),
+            stage.http.get("/v1/nothing", headers=headers),
+            stage.http.get("/openapi.json", headers=headers),
+            stage.http.get("//metrics", headers=headers),
+        ):
+            assert answer.status_code == 401, answer.text
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+            assert answer.headers["x-request-id"]
+    for path in ("/health", "/ready", "/metrics"):
+        assert stage.http.get(path).status_code == 200
+    for key in ("secret", "second"):
+        headers = {"authorization": f"bearer {key}"}
+        assert stage.http.get("/v1/models", headers=headers).status_code == 200
+    assert stage.http.get("/v1/models", headers={"x-request-id": "a"}).status_code == 401
+
+
+def test_a_key_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# ours\none\n\n  two \n")
+    now = [0.0]
+    keys = Keys((), str(file), lambda: now[0])
+    assert keys.allow(b"Bearer one") and keys.allow(b"Bearer two")
+    assert not keys.allow(b"Bearer # ours") and not keys.allow(b"Bearer ")
+    file.write_text("three")
+    os.utime(file, (5, 5))
+    assert keys.allow(b"Bearer one")
+    now[0] += 1
+    assert not keys.allow(b"Bearer one") and keys.allow(b"Bearer three")
+    file.unlink()
+    now[0] += 1
+    assert keys.allow(b"Bearer three")
+    file.write_text("")
+    now[0] += 1
+    assert keys.required and not keys.allow(b"Bearer three") and not keys.allow(None)
+
+
+def test_a_key_file_that_cannot_be_read_at_the_start_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--api-keys-file"):
+        Keys((), str(tmp_path / "none"), time.monotonic)
+
+
+def test_a_long_answer_is_clipped_at_the_length_of_the_model(stage: Stage) -> None:
+    stage.group.output = "x" * 1000
+    answer = stage.chat(max_tokens=5000)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.total_tokens == MAX_MODEL_LEN
