@@ -447,18 +447,23 @@ def test_a_request_that_is_admitted_again_with_its_output_goes_on_exactly():
 def test_a_row_that_is_released_leaves_nothing_to_the_next_request():
     sampler = Sampler(8, "cpu", 2)
     heavy = SamplingParams(
-        temperature=0, frequency_penalty=2.0, logit_bias={0: -100.0}, logprobs=5, top_k=3
-    )
+        temperature=0, frequency_penalty=2.0, repetition_penalty=9.0,
+        logit_bias={0: -100.0}, logprobs=5, top_k=3,
+    )  # fmt: skip
     said = np.zeros(5, np.int32)
     for _ in range(20):
         sampler.admit(0, heavy, said, said)
         sampler.release(0)
     sampler.release(0)
-    sampler.admit(0, SamplingParams(temperature=0, presence_penalty=0.1), NOTHING, NOTHING)
+    sampler.admit(0, SamplingParams(temperature=0, repetition_penalty=2.0), NOTHING, NOTHING)
     batch = sampler.prepare(np.array([0]), np.array([0]))
     assert batch.bias is None and batch.logprobs is None
     logits = torch.arange(8.0).flip(0)[None]
-    assert sampler.sample(logits, batch).tokens.tolist() == [0]
+    assert sampler.sample(logits.clone(), batch).tokens.tolist() == [0]
+    batch = sampler.prepare(np.array([0]), np.array([1]))
+    changed = logits.clone()
+    sampler.sample(changed, batch)
+    assert changed.tolist() == [[3.5, 6, 5, 4, 3, 2, 1, 0]]
 
 
 def test_more_requests_with_penalties_than_first_slots_keep_their_own_counts():
