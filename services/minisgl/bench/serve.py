@@ -28,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--serve-args",
         default="",
         metavar="TEXT",
-        help="with --model: flags for the server, such as '--dtype float32' (default: none)",
+        help="with --model: flags for the server, such as --serve-args='--dtype float32' "
+        "(default: none)",
     )
     parser.add_argument(
         "--served-model-name",
