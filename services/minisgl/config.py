@@ -161,10 +161,12 @@ class WorkerConfig:
     )
     pod: str = flag("", "name of the pod, shown in this worker's state")
     bus_password_file: str | None = flag(
-        None, "file with the password of Redis, read again at each connection"
+        None, "file with the password of Redis, read again at each connection (default: none)"
     )
     bus_ca_file: str | None = flag(
-        None, "file with the certificate authority of a rediss:// bus, read at each connection"
+        None,
+        "file with the certificate authority of a rediss:// bus, read again at each connection "
+        "(default: the system's)",
     )
 
     def __post_init__(self) -> None:

@@ -151,17 +151,23 @@ def test_a_signal_ends_the_gateway_first_and_leaves_nothing(world: World, number
     world.assert_nothing_left()
 
 
-@pytest.mark.parametrize("number", BOTH)
-def test_a_signal_to_the_whole_process_group_is_an_orderly_end_too(
-    world: World, number: int
-) -> None:
-    # What Ctrl-C at a terminal does; only SIGINT is withheld from the children.
+def test_an_interrupt_of_the_whole_process_group_ends_the_gateway_first_too(world: World) -> None:
+    # What Ctrl-C at a terminal does.
     service = world.start(*ALL).wait_ready().wait_journal("rank 1 ready")
     for pid in world.processes():
-        if number == signal.SIGINT or pid == service.process.pid:
-            os.kill(pid, number)
+        os.kill(pid, signal.SIGINT)
     assert service.end() == 0
     assert next(n for n in service.notes() if n.endswith("stopped")) == "gateway stopped"
+    world.assert_nothing_left()
+
+
+def test_a_sigterm_to_the_whole_process_group_is_an_orderly_end_too(world: World) -> None:
+    service = world.start(*ALL).wait_ready().wait_journal("rank 1 ready")
+    pids = sorted(world.processes(), key=lambda pid: pid != service.process.pid)
+    for pid in pids:
+        os.kill(pid, signal.SIGTERM)
+    assert service.end() == 0
+    assert service.errors() == []
     world.assert_nothing_left()
 
 

@@ -121,7 +121,7 @@ def add_flags(
                 type=_PARSERS[kind],
                 choices=f.metadata.get("choices"),
                 metavar=None if f.metadata.get("choices") else _metavar(kind, f.name),
-                help=help_text(text, f.default if f.default != "" else None),
+                help=help_text(text, "none" if f.default == "" else f.default),
                 **common,
             )
 

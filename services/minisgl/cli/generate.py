@@ -53,7 +53,7 @@ def run(args: argparse.Namespace, life: Lifecycle) -> int:
     engine = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     with LLM(**engine | {"model": str(folder)}) as llm:
         try:
-            (output,) = llm.generate([prompt], sampling)
+            (output,) = llm.generate(prompt if isinstance(prompt, str) else [prompt], sampling)
         except ValueError as error:
             raise UsageError(f"PROMPT: {error}") from None
     print(output.text, flush=True)

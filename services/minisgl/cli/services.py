@@ -96,15 +96,6 @@ def _work(name: str, args: argparse.Namespace, life: Lifecycle, work: Callable[[
         return work()
 
 
-class _HttpSocket(socket.socket):
-    """The launcher's socket. It was bound without SO_REUSEADDR, to have the address alone; a
-    listening one has it, so that connections that linger do not hinder the next start."""
-
-    def listen(self, *backlog: int) -> None:
-        self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        super().listen(*backlog)
-
-
 def _run_gateway(args: argparse.Namespace, life: Lifecycle) -> int:
     config = from_args(GatewayConfig, args, api_keys=tuple(args.api_keys))
 
@@ -114,7 +105,7 @@ def _run_gateway(args: argparse.Namespace, life: Lifecycle) -> int:
         sock = None
         if args.http_fd is not None:
             try:
-                sock = _HttpSocket(fileno=args.http_fd)
+                sock = socket.socket(fileno=args.http_fd)
             except OSError as error:
                 raise UsageError(f"--http-fd {args.http_fd} is no socket: {error}") from None
             sock.set_inheritable(False)

@@ -82,6 +82,12 @@ class Child:
         """Its exit code, or minus the signal that ended it; None while it runs."""
         return self.process.poll()
 
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended otherwise than it was asked to. A SIGTERM that finds it almost done,
+        its handlers gone, is what it was asked for."""
+        return self.code not in (None, 0, -signal.SIGTERM)
+
     def read_ready(self) -> None:
         """Take its ready line, once the pipe is readable."""
         with contextlib.suppress(BlockingIOError):
@@ -250,13 +256,13 @@ class Supervisor:
                 self._kill()
                 return INTERRUPTED
             for gone in later:
-                if gone.code is not None:
+                if gone.failed:
                     return self._failed(gone)
             for child in children:
                 if child.code is None:
                     report(self._name, f"{child.spec.name} did not end in {limit:g} s: killed")
                     code = code or 1
-                elif child.code != 0:
+                elif child.failed:
                     report(self._name, child.ending())
                     code = code or (child.code if child.code > 0 else 128 - child.code)
         self._kill()
@@ -267,15 +273,16 @@ class Supervisor:
     ) -> None:
         """SIGTERM, then wait until they have ended, for at most `limit` seconds.
 
-        Returns earlier at a second SIGINT, and when one of `needed` has ended: without an engine
-        a gateway cannot finish its streams.
+        Returns earlier at a second SIGINT, and when one of `needed` has failed: without an engine a
+        gateway cannot finish its streams. One that has ended well has finished what it held: then
+        SIGTERM went to the whole process group.
         """
         for child in children:
             child.send(signal.SIGTERM)
         deadline = time.monotonic() + limit
         while any(c.code is None for c in children) and self._interrupts < 2:
             left = deadline - time.monotonic()
-            if left <= 0 or any(c.code is not None for c in needed):
+            if left <= 0 or any(c.failed for c in needed):
                 return
             self._wait(left)
 
