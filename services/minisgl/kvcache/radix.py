@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from minisgl.kvcache.base import Handle, Ids, Inserted, PrefixCache
-from minisgl_kernels.radix import common_prefix_len
+from minisgl_kernels.radix import compare_function
 
 _NONE = np.empty(0, np.int32)
 
@@ -42,6 +42,7 @@ class RadixCache(PrefixCache):
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
+        self._common_prefix_len = compare_function()
         self._serial = itertools.count()
         self._clock = 0
         self._root = _Node(None, _NONE, _NONE, next(self._serial), 0)
@@ -168,7 +169,7 @@ class RadixCache(PrefixCache):
             child = node.children.get(ids[done : done + size].tobytes())
             if child is None:
                 break
-            same = common_prefix_len(child.key, ids[done:])
+            same = self._common_prefix_len(child.key, ids[done:])
             same -= same % size
             if same < len(child.key):
                 child = self._split(child, same)
