@@ -131,6 +131,9 @@ def run(args: argparse.Namespace) -> int:
             temperature=args.temperature,
             timeout=args.timeout,
         )
+        # One request that does not count: the first one finds every process cold.
+        warm_up = plan(target, 1, args.prompt_tokens, (1, 1), 0.0, args.seed + 1)
+        asyncio.run(Generator(target, Load(requests=warm_up, timeout=args.timeout)).run())
         generator = Generator(target, load)
         total = None if args.seconds else len(requests)
         with tqdm(total=total, unit="req", disable=not sys.stderr.isatty()) as bar:
