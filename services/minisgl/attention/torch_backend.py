@@ -24,7 +24,7 @@ class _Decodes:
     count: int
     length: int
     mask: torch.Tensor | None
-    """[n, 1, 1, length] bool, False on what was filled up; None: nothing was."""
+    """[n, 1, 1, length], False or minus infinity on what was filled up; None: nothing was."""
 
 
 @dataclass(slots=True)
@@ -112,6 +112,8 @@ class TorchBackend(AttentionBackend):
             mine = q if d.tokens is None else q.index_select(0, d.tokens)
             # the query heads of one KV head stand where the queries of a prefill would
             mine = mine.reshape(d.count, kv_heads, group, head_dim)
+            if d.mask is not None and d.mask.dtype == torch.bool:  # each layer would convert it
+                d.mask = torch.zeros_like(d.mask, dtype=q.dtype).masked_fill_(~d.mask, -torch.inf)
             done = F.scaled_dot_product_attention(mine, k, v, attn_mask=d.mask)
             done = done.reshape(d.count, kv_heads * group, head_dim)
             if d.tokens is None:

@@ -154,6 +154,8 @@ def _with_defaults(folder: Path, path: Path, raw: dict[str, Any]) -> dict[str, A
     finally:
         noisy.setLevel(level)
     merged = {**known, **raw}
+    if raw.get("rope_parameters") is None:  # here null means the family's own
+        merged["rope_parameters"] = known.get("rope_parameters")
     merged["num_experts"] = raw.get("num_experts", raw.get("num_local_experts"))
     if merged["num_experts"] is None:
         merged["num_experts"] = known.get("num_experts", known.get("num_local_experts"))

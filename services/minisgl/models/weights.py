@@ -77,10 +77,18 @@ def dummy_weights(model: BaseOP, device: torch.device, seed: int) -> None:
 
 def _materialise(model: BaseOP, device: torch.device) -> dict[str, torch.Tensor]:
     """Give the model real parameters, all zero."""
-    state = {
-        name: torch.zeros(meta.shape, dtype=meta.dtype, device=device)
-        for name, meta in model.state_dict().items()
-    }
+    wanted = model.state_dict()
+    try:
+        state = {
+            name: torch.zeros(meta.shape, dtype=meta.dtype, device=device)
+            for name, meta in wanted.items()
+        }
+    except RuntimeError:  # torch.OutOfMemoryError, or what the CPU's allocator raises
+        gib = sum(meta.numel() * meta.element_size() for meta in wanted.values()) / 2**30
+        raise StartError(
+            f"not enough memory on {device} for {gib:.1f} GiB of weights; use more ranks "
+            "(--tensor-parallel-size) or a smaller model"
+        ) from None
     model.load_state_dict(state)
     return state
 
@@ -90,9 +98,9 @@ def _count(piece: Piece) -> int:
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Which file holds each tensor: as the index says, else as the files themselves say."""
-    index = folder / INDEX
-    if index.exists():
+    """Which file holds each tensor. A single file goes before an index, as in transformers."""
+    single, index = folder / SINGLE, folder / INDEX
+    if index.exists() and not single.exists():
         names = read_json(index).get("weight_map")
         if not isinstance(names, dict) or not all(
             isinstance(file, str) and Path(file).name == file for file in names.values()
@@ -102,7 +110,6 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
             if not (folder / file).is_file():
                 raise StartError(f"{folder / file}: missing, but {INDEX} names it")
         return {tensor: folder / file for tensor, file in names.items()}
-    single = folder / SINGLE
     files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
     if not files:
         others = any(folder.glob("*.bin"))

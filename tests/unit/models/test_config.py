@@ -259,3 +259,12 @@ def test_code_of_the_folder_is_never_run(load: Load, tmp_path: Path) -> None:
 def test_a_config_cannot_be_changed(load: Load) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         load(LLAMA).vocab_size = 1  # type: ignore[misc]
+
+
+def test_null_rope_parameters_mean_those_of_the_family(tmp_path: Path) -> None:
+    fields = {k: v for k, v in QWEN3.items() if k != "rope_theta"} | {"rope_parameters": None}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    given = load_model_config(tmp_path).rope
+    del fields["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert given == load_model_config(tmp_path).rope

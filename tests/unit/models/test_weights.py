@@ -1,5 +1,6 @@
 """Weights go to their places, and a broken checkpoint is named."""
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -96,6 +97,18 @@ def test_a_checkpoint_of_several_files_with_an_index(folder: Path) -> None:
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
+def test_a_single_file_goes_before_an_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    assert load(folder)
+
+
+def test_weights_that_do_not_fit_into_memory_are_named(tiny: Tiny) -> None:
+    config = dataclasses.replace(load_model_config(tiny("llama")), vocab_size=2**44)
+    model = CausalLM(config, torch.float32, SingleRank(), CPU)
+    with pytest.raises(StartError, match=r"not enough memory on cpu for 12\d+.\d GiB of weights"):
+        dummy_weights(model, CPU, 0)
+
+
 def test_several_files_without_an_index(folder: Path) -> None:
     whole = load(folder)
     split(folder)
@@ -174,6 +187,7 @@ def test_a_tensor_that_the_index_seeks_in_the_wrong_file_is_named(folder: Path) 
     "content", ["{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": "../b"}}']
 )
 def test_a_broken_index_is_named(folder: Path, content: str) -> None:
+    split(folder)
     (folder / "model.safetensors.index.json").write_text(content)
     with pytest.raises(StartError, match=r"index\.json"):
         load(folder)
