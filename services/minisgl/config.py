@@ -240,4 +240,4 @@ class RankConfig(WorkerConfig):
     interface: str | None = flag(
         None, "network interface between ranks (default: that of the route to rank 0)"
     )
-    port_range: str | None = flag(None, "A-B: ports that rank 0 may listen on")
+    port_range: str | None = flag(None, "A-B: ports that rank 0 may listen on (default: any)")
