@@ -39,14 +39,16 @@ class Tokenizer:
         self._fast: Any = getattr(hf, "_tokenizer", None)
         """The tokenizers library's own object; None for a tokenizer written in Python."""
         self._bytes: dict[int, bytes] = {}
-        self.decoder_types: list[str] = []
-        """Steps of the decoder as tokenizer.json names them, such as ["ByteLevel"]."""
+        steps: list[dict[str, Any]] = []
         if self._fast is not None:
             self._fast.no_truncation()
             self._fast.no_padding()
             if self._fast.decoder is not None:
                 state = json.loads(self._fast.decoder.__getstate__())
-                self.decoder_types = [d["type"] for d in state.get("decoders", [state])]
+                steps = state.get("decoders", [state])
+        self.decoder_types: list[str] = [step["type"] for step in steps]
+        """Steps of the decoder as tokenizer.json names them, such as ["ByteLevel"]."""
+        self._steps = dict(zip(self.decoder_types, steps, strict=True))
         self.vocab_size: int = len(hf)
         """Tokens, added ones included."""
         self.special_ids: frozenset[int] = frozenset(self._special_ids())
@@ -166,9 +168,11 @@ class Tokenizer:
             return token.encode()
         if token_id in self.byte_fallback_ids:
             return bytes.fromhex(token[3:5])
-        if "WordPiece" in self.decoder_types:
-            joined = token.startswith("##")
-            return token[2:].encode() if joined else b" " + token.encode()
+        if step := self._steps.get("WordPiece"):
+            inner = token.removeprefix(step["prefix"])
+            return inner.encode() if inner != token else b" " + token.encode()
+        if step := self._steps.get("BPEDecoder"):
+            return token.replace(step["suffix"], " ").encode()
         if self._fast is None and (match := _BYTE_TOKEN.fullmatch(token)):
             return bytes.fromhex(match[1])
         return token.replace(_SPACE_MARK, " ").encode()
