@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from minisgl.attention.base import AttentionBackend, ForwardBatch
 from minisgl.kvcache.pool import KVPool
 
-QUERY_BLOCK = 512
+QUERY_BLOCK = 256
 """Queries of one prefill computed at a time: bounds the mask, and skips keys after the block."""
 
 

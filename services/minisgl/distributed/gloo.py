@@ -1,5 +1,6 @@
 """Communication over TCP with Gloo: on CPUs, and for host values anywhere."""
 
+import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -50,8 +51,7 @@ class GlooCommunicator(Communicator):
             self.barrier()
         except (RuntimeError, ValueError) as error:
             raise StartError(
-                f"rank {rank} of {size} could not meet its peers at {init_method}: "
-                f"{str(error).splitlines()[0]}"
+                f"rank {rank} of {size} could not meet its peers at {init_method}: {_cause(error)}"
             ) from None
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
@@ -85,9 +85,13 @@ class GlooCommunicator(Communicator):
         try:
             start().wait()
         except RuntimeError as error:
-            raise PeerError(
-                f"rank {self.rank} lost a peer: {str(error).splitlines()[0]}"
-            ) from error
+            raise PeerError(f"rank {self.rank} lost a peer: {_cause(error)}") from error
+
+
+def _cause(error: Exception) -> str:
+    """What happened, without the place in Gloo's source before it and the advice after it."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[\S*:\d+\] ", "", line).split(". ")[0]
 
 
 def _store(init_method: str, rank: int, size: int, timeout: timedelta) -> Any:
