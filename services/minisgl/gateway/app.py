@@ -40,7 +40,6 @@ def build_app(service: Service) -> App:
         title="MiniSGLang",
         docs_url=None,
         redoc_url=None,
-        strict_content_type=False,
         redirect_slashes=False,
     )
     _add_error_handlers(app)

@@ -1,11 +1,15 @@
 """What happens to every HTTP request before a route sees it: id, prefix, key, size limit."""
 
+import logging
 import secrets
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from minisgl.gateway.auth import Keys
 from minisgl.gateway.errors import ApiError
+
+log = logging.getLogger(__name__)
 
 Scope = MutableMapping[str, Any]
 Event = MutableMapping[str, Any]
@@ -21,7 +25,10 @@ REQUEST_ID = b"x-request-id"
 
 
 class Edge:
-    """ASGI middleware. Answers what it refuses itself, and puts `x-request-id` on every answer."""
+    """ASGI middleware. Answers what it refuses itself, and puts `x-request-id` on every answer.
+
+    Each answer is one line of the log, at its end; those to probes and scrapers are none.
+    """
 
     def __init__(self, app: App, keys: Keys, root_path: str) -> None:
         self._app = app
@@ -35,17 +42,34 @@ class Edge:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         request_id = headers.get(REQUEST_ID) or secrets.token_hex(16).encode()
 
+        started, status = time.monotonic(), 0
+
         async def send_with_id(event: Event) -> None:
+            nonlocal status
             if event["type"] == "http.response.start":
+                status = event["status"]
                 event["headers"] = [*event.get("headers", ()), (REQUEST_ID, request_id)]
             await send(event)
 
         scope = self._without_prefix(scope)
         error = self._refusal(scope["path"], headers)
-        if error is not None:
-            await error.response()(scope, receive, send_with_id)
-            return
-        await self._app(scope, _limited(receive), send_with_id)
+        try:
+            if error is not None:
+                await error.response()(scope, receive, send_with_id)
+            else:
+                await self._app(scope, _limited(receive), send_with_id)
+        finally:
+            if scope["path"] not in OPEN_PATHS:
+                log.info(
+                    "answered",
+                    extra={
+                        "method": scope["method"],
+                        "path": scope["path"],
+                        "status": status or "none",  # none: the client left before
+                        "seconds": round(time.monotonic() - started, 3),
+                        "request_id": request_id.decode("latin-1"),
+                    },
+                )
 
     def _without_prefix(self, scope: Scope) -> Scope:
         """A proxy leaves its prefix on; probes come without it."""

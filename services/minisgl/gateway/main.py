@@ -71,9 +71,8 @@ def run_gateway(
         tokenizer = load_tokenizer(folder)
         vocabulary = model_vocab_size(folder) or tokenizer.vocab_size
         service = Service(config, connect(config.bus, config.service), tokenizer, vocabulary)
-        runner = uvicorn.Config("", loop="auto", log_config=None).get_loop_factory()
-        with asyncio.Runner(loop_factory=runner) as loop:
-            return loop.run(serve(service, own, listen_when_ready, on_ready))
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(serve(service, own, listen_when_ready, on_ready))
     finally:
         own.close()
 
@@ -104,8 +103,8 @@ async def serve(
                 timeout_graceful_shutdown=CLOSE_SECONDS,
             )
         )
-        # A socket of the launcher was bound without it, to have the address alone until now. With it,
-        # connections that linger after the end do not hinder the next start.
+        # The launcher binds without it, to have the address alone until now. With it, connections
+        # that linger after the end do not hinder the next start.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         serving = asyncio.create_task(server.serve([sock]))
         while not server.started and not serving.done():
@@ -122,6 +121,15 @@ async def serve(
     finally:
         ticking.cancel()
         await asyncio.to_thread(service.link.stop)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:  # not on every platform; asyncio's own loop does the same, slower
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
 
 
 def _on_signals(stop: Callable[[], None]) -> None:

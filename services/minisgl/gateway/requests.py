@@ -9,6 +9,7 @@ No I/O and no clock of its own: `now` (seconds) is an argument, messages to send
 `outbox`, and news goes to the request's `sink`.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -29,6 +30,8 @@ from minisgl.messages import (
     pack_ids,
     unpack_ids,
 )
+
+log = logging.getLogger(__name__)
 
 MAX_AUDITS_WITHOUT = 3
 """A request that so many audits of its own group leave out is lost."""
@@ -318,6 +321,7 @@ class Requests:
                 f"token; the last time {why}.",
             ))  # fmt: skip
             return
+        log.warning("replaying: %s", why, extra={"uid": request.uid.hex(), "pos": len(request.ids)})
         request.resume_at = now
         self._resume(request, now)
 

@@ -393,6 +393,17 @@ def test_every_answer_has_a_request_id(stage: Stage) -> None:
         assert len(given.headers.get_list("x-request-id")) == 1
 
 
+def test_each_answer_is_one_line_of_the_log(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="minisgl.gateway.edge")
+    stage.chat(max_tokens=1, stream=True, extra_headers={"x-request-id": "r1"}).close()
+    stage.http.get("/health")
+    stage.http.get("/v1/nothing", headers={"x-request-id": "r2"})
+    soon(lambda: len(caplog.records) == 2, caplog.records)
+    lines = {vars(r)["request_id"]: vars(r) for r in caplog.records}
+    assert (lines["r1"]["path"], lines["r1"]["status"]) == (CHAT, 200)
+    assert (lines["r2"]["method"], lines["r2"]["status"]) == ("GET", 404)
+
+
 def test_a_prefix_that_a_proxy_leaves_is_taken_off(make_stage: MakeStage) -> None:
     stage = make_stage(root_path="/qwen/")
     for path in ("/qwen/v1/models", "/v1/models", "/qwen/health", "/qwen/v1/models/" + MODEL):

@@ -259,6 +259,26 @@ def test_a_request_that_no_group_takes_for_too_long_ends(owner: Owner) -> None:
     assert error is not None and error.code == "no_group_ready" and "60 s" in error.message
 
 
+def test_a_late_reply_of_an_attempt_that_was_given_up_is_not_taken(owner: Owner) -> None:
+    owner.open()
+    owner.states.pop(0)
+    owner.wait(0.5)
+    owner.reply(again="lost")
+    owner.sent(AbortMsg)
+    owner.reply(pos=0, ids=[1], text="a")
+    assert owner.ids == [] and [abort.run for abort in owner.sent(AbortMsg)] == [1]
+
+
+def test_the_wait_for_a_group_counts_from_the_last_one_that_took_it(owner: Owner) -> None:
+    for run in range(3):
+        for _ in range(40):
+            owner.reply(source=None, again="refused")
+            owner.wait(1)
+        owner.open(run)
+        owner.reply(source=source(run), again="handback")
+    assert not owner.request.done
+
+
 def test_silence_of_a_bound_request_is_a_loss_after_t(owner: Owner) -> None:
     owner.open()
     owner.wait(T - 0.5)
