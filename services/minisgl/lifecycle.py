@@ -53,6 +53,8 @@ class Lifecycle:
         """From now on SIGTERM and SIGINT ask for an orderly end, by `stop`."""
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
+        if self.orphan.is_set():
+            self.stop.set()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.stop.set()
@@ -63,8 +65,10 @@ class Lifecycle:
         while os.read(fd, 64):
             pass
         self.orphan.set()
+        # Not while SIGTERM would still kill: who dies without a word cannot remove the directory.
         # To the main thread, so that what it waits for is interrupted.
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+        if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
         time.sleep(ORPHAN_SECONDS)
         # The main loop is stuck, or drains for a client that nobody serves any more.
         if self._directory is not None:

@@ -229,16 +229,18 @@ class Supervisor:
             ended = [c for c in self._children if c.code is not None]
             failed = [c for c in ended if self._end_with_first or c.code != 0]
             if failed:
-                return self._failed(failed[0])
+                # Of several, the one that was killed: ranks end when they lose one of them.
+                return self._failed(min(failed, key=lambda c: (c.code or 0) >= 0))
             if len(ended) == len(self._children):
                 return 0
             self._wait(None)
         return self._stop()
 
     def _failed(self, child: Child) -> int:
-        report(self._name, f"{child.ending()}: everything else is ended too")
         self._signal_and_wait(self._children, QUICK_SECONDS)
         self._kill()
+        # Last, so that it is below what the others log about it.
+        report(self._name, f"{child.ending()}; everything else was ended")
         code = child.code or 0
         if self._end_with_first:
             return 1
