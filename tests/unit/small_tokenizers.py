@@ -78,6 +78,15 @@ def gemma() -> Tokenizer:
     return _byte_fallback(decoders.Sequence(steps))
 
 
+def deep_strip() -> Tokenizer:
+    """The same with a strip of three spaces, which can span tokens."""
+    steps = [
+        decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
+        decoders.Strip(" ", 3, 0),
+    ]  # fmt: skip
+    return _byte_fallback(decoders.Sequence(steps))
+
+
 def metaspace() -> Tokenizer:
     """Unigram with the Metaspace decoder, which strips what is before the first token."""
     marked = ["\u2581", "\u2581\u2581", *("\u2581" + w for w in WORDS), ""]
@@ -118,6 +127,6 @@ def stripped_byte_level() -> Tokenizer:
 
 
 KINDS: list[Callable[[], Tokenizer]] = [
-    byte_level, llama2, gemma, metaspace, word_piece, word_piece_clean, suffix_bpe,
+    byte_level, llama2, gemma, deep_strip, metaspace, word_piece, word_piece_clean, suffix_bpe,
     stripped_byte_level,
 ]  # fmt: skip

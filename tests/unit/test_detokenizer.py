@@ -13,7 +13,7 @@ from minisgl.detokenizer.incremental import incremental_decoder
 from minisgl.detokenizer.stop import StopFilter
 from minisgl.detokenizer.stream import TextStream
 from minisgl.text import Tokenizer
-from tests.unit.small_tokenizers import KINDS, byte_level, gemma, llama2, word_piece
+from tests.unit.small_tokenizers import KINDS, byte_level, deep_strip, gemma, llama2, word_piece
 
 made = cache(lambda kind: kind())
 each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -59,6 +59,12 @@ def test_a_text_never_shows_a_replacement_character_that_it_does_not_hold(
     tokenizer = made(kind)
     given_out = pieces(tokenizer, tokenizer.encode(text, add_special_tokens=False))
     assert "".join(given_out).count("\ufffd") <= text.count("\ufffd")
+
+
+def test_a_strip_that_spans_tokens_is_done_once_and_not_in_each_window() -> None:
+    tokenizer = made(deep_strip)
+    ids = tokenizer.hf.convert_tokens_to_ids(["\u2581"] * 5 + ["a", "\u2581", "\u2581ab"])
+    assert pieces(tokenizer, ids) == ["", "", "", " ", " ", "a", " ", " ab", ""]
 
 
 def test_a_character_goes_out_with_its_last_byte_and_waits_for_no_space() -> None:

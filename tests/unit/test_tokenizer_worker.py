@@ -159,11 +159,11 @@ def test_a_burst_between_two_beats_spreads_over_the_groups() -> None:
 
 
 def test_a_new_beat_counts_what_was_sent_before_it() -> None:
-    fleet = Fleet(state("a", incarnation=1), state("b", incarnation=2, running=1))
-    assert fleet.ask(text="x")[1].group == "a"
-    fleet.states = [state("a", beat=2, incarnation=1), state("b", beat=2, incarnation=2, running=1)]
+    fleet = Fleet(state("a", incarnation=1, running=1), state("b", incarnation=2))
+    assert fleet.ask(text="x")[1].group == "b"
+    fleet.states = [state("a", beat=2, incarnation=1, running=1), state("b", beat=2, incarnation=2)]
     fleet.now = STATES_SECONDS
-    assert fleet.ask(text="x")[1].group == "a"
+    assert fleet.ask(text="x")[1].group == "b"
 
 
 # --- the process

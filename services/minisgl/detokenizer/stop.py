@@ -61,7 +61,7 @@ class StopFilter:
             if matched == len(stop):
                 at = end - matched
                 self._cut = at if self._cut is None else min(self._cut, at)
-                matched = borders[matched]
+                matched = 0  # the same string again would only begin later
             self._matched[k] = matched
             longest = max(longest, matched)
         return longest
@@ -77,9 +77,9 @@ class StopFilter:
 
 def _borders(stop: str) -> list[int]:
     """At [n]: the longest proper prefix of `stop[:n]` that is also its suffix, in characters."""
-    borders = [0] * (len(stop) + 1)
+    borders = [0] * len(stop)
     length = 0
-    for i in range(1, len(stop)):
+    for i in range(1, len(stop) - 1):
         while length and stop[i] != stop[length]:
             length = borders[length]
         length += stop[i] == stop[length]
