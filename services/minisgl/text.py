@@ -77,17 +77,22 @@ class Tokenizer:
         return frozenset(i for i in ids if i is not None)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. Raises `ValueError` for text that is not valid Unicode."""
+        """Token ids of `text`. Raises `ValueError` for one that the tokenizer cannot take."""
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise ValueError(
                 f"the text holds half a surrogate pair at character {error.start}"
             ) from error
-        if self._fast is None:
-            return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
-        ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        try:
+            if self._fast is None:
+                return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
+            return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+        except BaseException as error:
+            # A panic of the Rust library is no Exception; one prompt must not end the worker.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise ValueError(f"the text cannot be tokenized: {error}") from error
 
     def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
         """Token ids of a conversation, up to where the assistant's answer starts.

@@ -296,6 +296,21 @@ def test_columns_that_do_not_fit_are_refused_whole() -> None:
         core().handle(batch)
 
 
+def test_columns_that_do_not_fit_change_no_state() -> None:
+    worker = core()
+    batch = step([(UID, 1, 1, 0, 0, 1)], others=[opening()])
+    batch.pos = b""
+    with pytest.raises(ValueError, match="differ in length"):
+        worker.handle(batch)
+    assert not worker.busy()
+
+
+@pytest.mark.parametrize("fields", [{"stop": ("", "x")}, {"sent_chars": -3}, {"sent_chars": 99}])
+def test_an_opening_with_odd_values_stops_no_worker(fields: dict[str, Any]) -> None:
+    _, last = replies(core(), opening(**fields), message(0, text_ids("a"), finish="length"))
+    assert (last.finish, last.text) == ("length", "" if fields.get("sent_chars", 0) > 0 else "a")
+
+
 def test_leaving_hands_all_back_when_a_peer_is_there() -> None:
     worker = core()
     replies(worker, opening(), message(0, text_ids("ab")))

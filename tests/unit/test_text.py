@@ -6,6 +6,7 @@ import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -115,6 +116,25 @@ def test_the_byte_tokens_are_those_that_the_decoder_takes_for_bytes() -> None:
 def test_half_a_surrogate_pair_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="character 1"):
         made(byte_level).encode("a\ud800")
+
+
+class PanicException(BaseException):
+    """As the Rust library raises it; its own cannot be imported."""
+
+
+@pytest.mark.parametrize("failure", [PanicException("at lib.rs"), Exception("no [UNK]")])
+def test_a_failure_inside_of_the_tokenizer_is_a_value_error(failure: BaseException) -> None:
+    tokenizer: Any = byte_level()
+    tokenizer._fast = Mock(encode=Mock(side_effect=failure))
+    with pytest.raises(ValueError, match="cannot be tokenized"):
+        tokenizer.encode("a")
+
+
+def test_an_interrupt_is_not_taken_for_a_failure_of_the_text() -> None:
+    tokenizer: Any = byte_level()
+    tokenizer._fast = Mock(encode=Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        tokenizer.encode("a")
 
 
 def test_the_template_adds_bos_and_nothing_adds_it_again(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ class StopFilter:
     def __init__(self, stop: Sequence[str]) -> None:
         self.hit = False
         """A stop string came: nothing more goes out."""
-        self._stops = [(s, _borders(s)) for s in dict.fromkeys(stop)]
+        self._stops = [(s, _borders(s)) for s in dict.fromkeys(stop) if s]
         self._matched = [0] * len(self._stops)
         self._first = re.compile("|".join(re.escape(s[0]) for s, _ in self._stops))
         self._held = ""

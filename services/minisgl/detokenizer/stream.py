@@ -20,8 +20,8 @@ class TextStream:
     ) -> None:
         self._decoder = incremental_decoder(tokenizer)
         self._stop = StopFilter(stop)
-        self._known = sent_chars
-        self.text_at = sent_chars
+        self._known = max(0, sent_chars)
+        self.text_at = self._known
         """Characters given so far, those of earlier attempts included."""
 
     @property

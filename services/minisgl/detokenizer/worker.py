@@ -38,6 +38,8 @@ SILENT_AUDITS_SECONDS = 3.0
 
 Key = tuple[bytes, int, str, int, int]
 """(uid, attempt, group, incarnation, run): one computation."""
+Row = tuple[bytes, int, int, int, int, bytes]
+"""What `DetokenizeBatch.rows` gives."""
 
 
 @dataclass(slots=True)
@@ -84,12 +86,13 @@ class DetokenizerCore:
         if isinstance(message, DetokenizeMsg):
             self._message(message, out)
         elif isinstance(message, DetokenizeBatch):
+            rows = message.rows()
             for part in message.others:
                 self._message(part, out)
             if message.audit:
-                self._audit(message, out)
+                self._audit(message, rows, out)
             else:
-                self._columns(message, out)
+                self._columns(message, rows, out)
         return out
 
     def _message(self, msg: DetokenizeMsg, out: list[Addressed]) -> None:
@@ -122,8 +125,8 @@ class DetokenizerCore:
             opening=opening,
         )
 
-    def _columns(self, batch: DetokenizeBatch, out: list[Addressed]) -> None:
-        for uid, attempt, run, pos, gateway, ids in batch.rows():
+    def _columns(self, batch: DetokenizeBatch, rows: list[Row], out: list[Addressed]) -> None:
+        for uid, attempt, run, pos, gateway, ids in rows:
             key = (uid, attempt, batch.group, batch.incarnation, run)
             state = self._states.get(key)
             if state is not None:
@@ -195,18 +198,18 @@ class DetokenizerCore:
         self._states.pop(key, None)
         self._over[key] = self._clock()
 
-    def _audit(self, batch: DetokenizeBatch, out: list[Addressed]) -> None:
+    def _audit(self, batch: DetokenizeBatch, rows: list[Row], out: list[Addressed]) -> None:
         now = self._clock()
         held: list[list[tuple[bytes, int, int, int]]] = [[] for _ in batch.gateways]
-        for uid, attempt, run, pos, gateway, _ in batch.rows():
+        for uid, attempt, run, pos, gateway, _ in rows:
             held[gateway].append((uid, attempt, run, pos))
             state = self._states.get((uid, attempt, batch.group, batch.incarnation, run))
             if state is not None:
                 state.heard = now
-        for (name, boot), rows in zip(batch.gateways, held, strict=True):
+        for (name, boot), of_gateway in zip(batch.gateways, held, strict=True):
             audit = AuditMsg(
                 boot=boot, group=batch.group, incarnation=batch.incarnation,
-                detokenizer=batch.detokenizer, held=rows,
+                detokenizer=batch.detokenizer, held=of_gateway,
             )  # fmt: skip
             out.append((reply_queue(name), audit))
 
