@@ -1,14 +1,19 @@
 """The command line: what is accepted, what is refused and how, and what it hands on."""
 
 import dataclasses
+import fcntl
 import http.server
 import io
 import json
 import logging
 import os
+import pty
 import re
+import select
+import signal
 import subprocess
 import sys
+import termios
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,11 +55,13 @@ CONTRACT = {
 
 
 @pytest.fixture(autouse=True)
-def _logging_as_before() -> Iterator[None]:
-    # Commands set up logging for their whole process, which here is the tests'.
+def _process_as_before() -> Iterator[None]:
+    # Commands set up logs and signals for their whole process, which here is the tests'.
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
+    sigterm = signal.getsignal(signal.SIGTERM)
     yield
+    signal.signal(signal.SIGTERM, sigterm)
     root.handlers[:], root.level = handlers, level
 
 
@@ -367,6 +374,7 @@ class FakeServer(http.server.BaseHTTPRequestHandler):
 
     asked: ClassVar[list[dict[str, Any]]] = []
     keys: ClassVar[list[str | None]] = []
+    broken_off: ClassVar[threading.Event] = threading.Event()
 
     def do_GET(self) -> None:
         self._reply(200, b'{"data": [{"id": "fake"}]}')
@@ -380,6 +388,8 @@ class FakeServer(http.server.BaseHTTPRequestHandler):
             return self._reply(429, b'{"error": {"message": "queue is full"}}')
         if question == "/garbage":
             return self._reply(500, b"<html>")
+        if question == "/slow":
+            return self._never_end()
         said = [m["content"] for m in body["messages"]]
         events = [{"choices": [{"delta": {"role": "assistant"}}]}, {"choices": []}]
         events += [{"choices": [{"delta": {"content": c}}]} for c in f"<{'|'.join(said)}>\x1b"]
@@ -387,6 +397,16 @@ class FakeServer(http.server.BaseHTTPRequestHandler):
             events = [{"error": {"message": "lost"}}]
         text = ": ping\n\n" + "".join(f"data: {json.dumps(e)}\n\n" for e in events)
         return self._reply(200, (text + "data: [DONE]\n\n").encode())
+
+    def _never_end(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        piece = {"choices": [{"delta": {"content": "slow."}}]}
+        try:
+            while not self.server.closing.wait(0.02):  # type: ignore[attr-defined]
+                self.wfile.write(f"data: {json.dumps(piece)}\n\n".encode())
+        except OSError:
+            self.broken_off.set()
 
     def _reply(self, status: int, body: bytes) -> None:
         self.send_response(status)
@@ -402,10 +422,13 @@ class FakeServer(http.server.BaseHTTPRequestHandler):
 def chat_server() -> Iterator[str]:
     FakeServer.asked.clear()
     FakeServer.keys.clear()
+    FakeServer.broken_off.clear()
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), FakeServer) as server:
+        server.closing = threading.Event()  # type: ignore[attr-defined]
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.closing.set()  # type: ignore[attr-defined]
         server.shutdown()
         thread.join()
 
@@ -470,3 +493,58 @@ def test_chat_with_a_server_that_is_away_is_one_line(tmp_path: Path) -> None:
     done = chat("http://127.0.0.1:9", b"hi\n")
     assert done.returncode == 1
     assert done.stderr.startswith(b"minisgl chat: no answer from") and done.stderr.count(b"\n") == 1
+
+
+PROMPT = "\x1b[?2004h"  # prompt_toolkit asks for bracketed paste when it starts to read a line
+
+
+class Terminal:
+    """`minisgl chat` on a pseudo-terminal."""
+
+    def __init__(self, url: str) -> None:
+        self._fd, slave = pty.openpty()
+        command = [sys.executable, "-m", "minisgl", "chat", "--base-url", url]
+        env = os.environ | {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
+        self.process = subprocess.Popen(
+            command, stdin=slave, stdout=slave, stderr=slave, env=env, start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )  # fmt: skip
+        os.close(slave)
+        self._seen = ""
+
+    def wait_for(self, text: str) -> None:
+        while text not in self._seen:
+            assert select.select([self._fd], [], [], 30)[0], f"no {text!r} in {self._seen!r}"
+            self._seen += os.read(self._fd, 4096).decode(errors="replace")
+        self._seen = self._seen.partition(text)[2]
+
+    def type(self, text: str) -> None:
+        os.write(self._fd, text.encode())
+
+    def close(self) -> int:
+        code = self.process.wait(30)
+        os.close(self._fd)
+        return code
+
+
+def test_in_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_the_chat(chat_server: str) -> None:
+    terminal = Terminal(chat_server)
+    terminal.wait_for(PROMPT)
+    terminal.type("/slow\r")
+    terminal.wait_for("slow.slow.")
+    terminal.type("\x03")
+    terminal.wait_for(PROMPT)
+    assert FakeServer.broken_off.wait(30)
+    terminal.type("\x1b[200~two\nlines\x1b[201~")  # a paste; Enter then sends it as one
+    terminal.wait_for("lines")
+    terminal.type("\r")
+    terminal.wait_for("|two")
+    terminal.wait_for(PROMPT)
+    terminal.type("half\x03")  # Ctrl-C at the prompt drops the line
+    terminal.wait_for(PROMPT)
+    terminal.type("\x04")
+    assert terminal.close() == 0
+    slow, pasted = FakeServer.asked
+    assert slow["messages"][-1]["content"] == "/slow"
+    assert pasted["messages"][1]["content"].startswith("slow.slow.")
+    assert pasted["messages"][-1]["content"] == "two\nlines"

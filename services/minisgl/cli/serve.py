@@ -1,6 +1,8 @@
 """`minisgl serve MODEL`."""
 
 import argparse
+import signal
+import sys
 
 from minisgl.cli.flags import Parser, Run, add_flags, add_log_flags, from_args, log_arguments
 from minisgl.config import EngineConfig, GatewayConfig
@@ -38,6 +40,8 @@ def add_arguments(parser: Parser) -> Run:
 def run(args: argparse.Namespace, life: Lifecycle) -> int:
     """Serve until SIGINT or SIGTERM."""
     set_up_logging("serve", args.log_format, args.log_level)
+    # Until the supervisor takes over: the directory is removed on this way out too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     engine = from_args(EngineConfig, args)
     gateway = from_args(GatewayConfig, args, bus="", api_keys=tuple(args.api_keys))
 

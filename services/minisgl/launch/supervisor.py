@@ -169,17 +169,18 @@ class Supervisor:
             self._asked += number != signal.SIGCHLD
             self._interrupts += number == signal.SIGINT
 
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
-        before = {number: signal.signal(number, on_signal) for number in numbers}
-        # Blocked where a `chat` started us, so that its Ctrl-C leaves us alone.
-        old_fd = signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
+        signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+            signal.signal(number, on_signal)
         self._selector.register(wake_read, selectors.EVENT_READ)
         try:
             yield
         finally:
-            signal.set_wakeup_fd(old_fd)
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            # This process ends now; a late signal must not break off what it still cleans up.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.set_wakeup_fd(-1)
             wake_read.close()
             wake_write.close()
 
