@@ -1,12 +1,14 @@
 """The loop that a tokenizer and a detokenizer share: receive, handle, send, acknowledge, beat."""
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, Protocol
 
-from minisgl.bus import Bus
+from minisgl.bus import Bus, Entry
+from minisgl.bus.base import BusError
 from minisgl.config import WorkerConfig, new_boot
 from minisgl.messages import Message, WorkerState
 
@@ -17,6 +19,9 @@ _WAIT_SECONDS = 0.1
 """Longest wait for an entry: how soon SIGTERM is noticed."""
 _QUIET_SECONDS = 0.3
 """How long nothing may come before a draining worker takes its queues for empty."""
+
+_RETRY_SECONDS = 0.5
+"""Pause between two tries on a bus that does not answer."""
 
 Addressed = tuple[str, Message]
 """(queue, message) to send."""
@@ -56,7 +61,8 @@ def run_loop(
     """Turn until `stop` is set and the work is done; returns the exit code 0.
 
     All entries of one `receive` are handled, then what follows goes out as one entry a queue, then
-    they are acknowledged: a crash in between repeats, and loses nothing.
+    they are acknowledged: a crash in between repeats, and loses nothing. A bus that does not
+    answer is waited for; what could not be sent is sent then.
     """
     stop = stop or threading.Event()
     by_kind = {kind: core for core in cores for kind in core.handles}
@@ -78,18 +84,22 @@ def run_loop(
                 core.tick()
                 state.beat += 1
                 state.draining = deadline is not None
-                bus.publish_state(state)
+                with _outage("the state"):  # the next beat brings it
+                    bus.publish_state(state)
         if not ready:
             ready = True
             if on_ready is not None:
                 on_ready()
         if deadline is not None and _done(bus, cores, states, now - heard, now >= deadline):
             return 0
-        entries = bus.receive(_WAIT_SECONDS)
+        entries: list[Entry] = []
+        with _outage("receiving", pause=True):
+            entries = bus.receive(_WAIT_SECONDS)
         if entries:
             heard = time.monotonic()
             send_all(bus, _handled(by_kind, (m for e in entries for m in e.messages)))
-            bus.ack(entries)
+            with _outage("acknowledging"):  # they come again, as duplicates
+                bus.ack(entries)
 
 
 def _handled(by_kind: dict[type, Core], messages: Iterable[Message]) -> Iterable[Addressed]:
@@ -105,12 +115,27 @@ def _handled(by_kind: dict[type, Core], messages: Iterable[Message]) -> Iterable
 
 
 def send_all(bus: Bus, addressed: Iterable[Addressed]) -> None:
-    """Send these messages, as one entry a queue and in their order."""
+    """Send these messages, as one entry a queue and in their order; tries until it can."""
     batches: dict[str, list[Message]] = {}
     for queue, message in addressed:
         batches.setdefault(queue, []).append(message)
     for queue, batch in batches.items():
-        bus.send(queue, batch)
+        sent = False
+        while not sent:
+            with _outage(f"sending to {queue}", pause=True):
+                bus.send(queue, batch)
+                sent = True
+
+
+@contextlib.contextmanager
+def _outage(what: str, pause: bool = False) -> Iterator[None]:
+    """A bus that does not answer is logged, and with `pause` given some time."""
+    try:
+        yield
+    except BusError as error:
+        log.warning("the bus does not answer (%s): %s", what, error)
+        if pause:
+            time.sleep(_RETRY_SECONDS)
 
 
 def _done(
@@ -120,7 +145,9 @@ def _done(
         return True
     if not late:
         return False
-    others = bus.read_states()
+    others: list[WorkerState] = []
+    with _outage("reading states"):
+        others = bus.read_states()
     boots = {state.boot for state in states}
     for core in cores:
         peer = any(s.role == core.role and not s.draining and s.boot not in boots for s in others)

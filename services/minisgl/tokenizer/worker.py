@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from minisgl.bus import TOK, Bus, connect, reply_queue, req_queue
+from minisgl.bus.base import BusError
 from minisgl.config import WorkerConfig
 from minisgl.hub import model_vocab_size, resolve_model
 from minisgl.messages import (
@@ -141,9 +142,13 @@ class TokenizerCore:
         now = self._clock()
         if not self._groups or now - self._read_at >= STATES_SECONDS:
             self._read_at = now
+            try:
+                states = self._read_states()
+            except BusError:
+                return [self._with_sent(load) for load in self._groups.values()]
             found = {
                 (state.boot, state.beat): state.load
-                for state in self._read_states()
+                for state in states
                 if state.load is not None and not state.draining
             }
             # A newer beat counts what was sent before it.
