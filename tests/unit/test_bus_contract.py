@@ -1,5 +1,7 @@
 """What every bus does. Parametrised by bus, so that each implementation is held to the same."""
 
+import errno
+import os
 import shutil
 import tempfile
 import threading
@@ -262,6 +264,31 @@ def test_an_unreadable_state_file_is_counted_once_and_hides_no_other(short_dir: 
     for _ in range(3):
         assert [s.id for s in bus.read_states()] == ["gw"]
     assert bus.errors == 1
+    bus.close()
+
+
+def test_a_full_disk_makes_a_worker_silent_but_does_not_end_it(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: bytes) -> int:
+        path.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    bus = ZmqBus(short_dir)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        bus.publish_state(state("gateway", "gw"))
+    assert (bus.read_states(), bus.errors, list(short_dir.iterdir())) == ([], 1, [])
+    bus.publish_state(state("gateway", "gw"))
+    assert [s.id for s in bus.read_states()] == ["gw"]
+    bus.close()
+
+
+def test_states_of_a_service_whose_directory_has_gone_are_none(short_dir: Path) -> None:
+    bus = ZmqBus(short_dir)
+    short_dir.rmdir()
+    assert bus.read_states() == []
+    bus.publish_state(state("gateway", "gw"))
     bus.close()
 
 

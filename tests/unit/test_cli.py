@@ -143,6 +143,7 @@ def test_python_dash_m_is_the_same_program() -> None:
     (["serve", "m", "--num-tokenizers", "-1"], "--num-tokenizers must be 0 or more"),
     (["serve", "m", "--startup-timeout-seconds", "0"], "--startup-timeout-seconds"),
     (["serve", "m", "--drain-seconds", "-1"], "--drain-seconds"),
+    (["serve", "m", "--api-key", ""], "--api-key: must not be empty"),
     (["serve", "m", "--overlap-scheduling"], "did you mean --disable-overlap-scheduling?"),
     (["gateway", "--model", "m"], "--bus"),
     (["engine", "--bus", "ipc:///d", "--model", "m"], "--tp-rank R, or --pod-index I"),

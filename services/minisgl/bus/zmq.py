@@ -143,14 +143,21 @@ class ZmqBus(Bus):
             if self._closed:
                 return
             temporary = self._directory / f".{os.getpid()}.{next(self._temporary)}.{id(self):x}"
-            temporary.write_bytes(messages.encode_state(state))
-            temporary.replace(self._directory / name)
-            self._states[name] = state.boot
+            try:
+                temporary.write_bytes(messages.encode_state(state))
+                temporary.replace(self._directory / name)
+                self._states[name] = state.boot
+            except OSError as error:  # a full disk makes a worker silent, it does not end it
+                temporary.unlink(missing_ok=True)
+                self.errors += 1
+                log.warning("cannot publish the state of %s %s: %s", state.role, state.id, error)
 
     def read_states(self) -> list[WorkerState]:
         states = []
-        with os.scandir(self._directory) as files:
-            names = sorted(f.name for f in files if f.name.startswith(STATE_PREFIX))
+        try:
+            names = sorted(n for n in os.listdir(self._directory) if n.startswith(STATE_PREFIX))
+        except FileNotFoundError:  # the service has ended around us
+            return []
         for name in names:
             path = self._directory / name
             try:

@@ -6,7 +6,7 @@ pipe (one question a line).
 """
 
 import argparse
-import contextlib
+import io
 import json
 import os
 import sys
@@ -190,9 +190,8 @@ def _show(piece: str) -> None:
 
 
 def _piped_questions() -> Iterator[str]:
-    for stream in (sys.stdin, sys.stdout):
-        with contextlib.suppress(AttributeError):
-            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     for line in sys.stdin:
         if question := line.strip():
             yield question

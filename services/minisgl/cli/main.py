@@ -5,6 +5,7 @@ usage errors come at once.
 """
 
 import difflib
+import io
 import sys
 from collections.abc import Sequence
 
@@ -33,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: done; 2: wrong arguments or a missing path; 1: broken files or a failed start.
     """
     task: list[Task] = []
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a path may hold bytes that are no text
+        sys.stdout.reconfigure(errors="backslashreplace")
 
     def read() -> int:
         life = Lifecycle()

@@ -14,12 +14,20 @@ CLUSTER_ONLY = ("pod", "bus_password_file", "bus_ca_file")
 MODEL_HELP = "a model folder in Hugging Face format, or the id of a model on its hub"
 
 
+def api_key(text: str) -> str:
+    """A key as given; an empty one would open the door to everybody."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("must not be empty")
+    return text
+
+
 def add_api_key(parser: argparse.ArgumentParser) -> None:
     """`--api-key`, which may be given several times."""
     parser.add_argument(
         "--api-key",
         dest="api_keys",
         metavar="KEY",
+        type=api_key,
         action="append",
         default=[],
         help="a key that clients must send; may be repeated (default: no key needed)",
