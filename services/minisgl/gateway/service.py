@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from minisgl.bus.base import Bus
-from minisgl.config import GatewayConfig, new_boot
+from minisgl.config import GatewayConfig, StartError, new_boot
 from minisgl.gateway.auth import Keys
 from minisgl.gateway.calls import Call
 from minisgl.gateway.errors import ApiError, model_not_found
@@ -54,7 +54,7 @@ class Service:
         self.created = int(time.time())
         self.draining = False
         self.failure: BaseException | None = None
-        """What ended a thread; the process must end too."""
+        """Why the process must end, with an error; set once."""
         self.keys = Keys(config.api_keys, config.api_keys_file, clock)
         self.fleet = Fleet(config.heartbeat_timeout_seconds)
         self.requests = Requests(
@@ -108,12 +108,18 @@ class Service:
 
     def _look(self, states: list[WorkerState]) -> None:
         now = self.clock()
+        for state in states:
+            if (state.role, state.id) == ("gateway", self.config.id) and state.boot != self.boot:
+                # It would read our replies. Ours was published before this look, so it is newer.
+                self._fail(StartError(f"another gateway took the id {self.config.id!r}"))
         if self.fleet.observe(states, now):
             self.requests.restart_clocks(now)
         self.tick()
 
     def _fail(self, error: BaseException) -> None:
-        self.failure = error
+        if self.failure is None:
+            log.error("the gateway ends: %s", error)
+            self.failure = error
 
     def tick(self) -> None:
         """Called at least each half second by the loop; the beat of this worker."""

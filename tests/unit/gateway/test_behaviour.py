@@ -22,6 +22,7 @@ from minisgl.messages import (
     Message,
     TokenizeMsg,
     UserReply,
+    WorkerState,
     pack_ids,
     unpack_ids,
 )
@@ -369,6 +370,15 @@ def test_a_thread_that_fails_ends_the_process_with_an_error(stage: Stage) -> Non
     sock = raw_post(stage, chat_body())
     soon(lambda: stage.code == 1)
     sock.close()
+
+
+def test_a_second_gateway_of_the_same_id_ends_this_one(stage: Stage) -> None:
+    stage.bus.states.append(WorkerState(role="gateway", id="other", boot=5, beat=0))
+    stage.bus.states.append(WorkerState(role="gateway", id="gw", boot=stage.service.boot, beat=0))
+    stage.chat(max_tokens=1)
+    assert stage.code is None
+    stage.bus.states.append(WorkerState(role="gateway", id="gw", boot=5, beat=0))
+    soon(lambda: stage.code == 1)
 
 
 def test_an_address_that_is_taken_is_an_error_of_the_start(stage: Stage) -> None:
