@@ -55,6 +55,7 @@ class Server:
         self._echo = echo
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed at exit)
         self._leash = -1
+        self._shown = 0
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -96,16 +97,18 @@ class Server:
             raise
         return self
 
+    def _show_log(self) -> None:
+        text = self._read_log(self._shown)
+        self._shown += len(text)
+        if self._echo is not None:
+            self._echo.write(text)
+            self._echo.flush()
+
     def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
         limit = time.monotonic() + self.start_seconds
-        shown = 0
         while True:
             code = process.poll()
-            text = self._read_log(shown)
-            shown += len(text)
-            if self._echo is not None:
-                self._echo.write(text)
-                self._echo.flush()
+            self._show_log()
             if code is not None:
                 last = self.log.strip().splitlines()[-1:] or ["it printed nothing"]
                 raise StartError(f"the server ended with code {code}: {last[0]}")
@@ -113,6 +116,7 @@ class Server:
                 raise StartError(f"the server was not ready after {self.start_seconds:.0f} seconds")
             try:
                 if httpx.get(f"{self.url}/ready", timeout=5).status_code == 200:
+                    self._show_log()
                     return
             except httpx.TransportError:
                 pass
