@@ -12,7 +12,8 @@ import os
 import random
 import secrets
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, cast
 
@@ -183,6 +184,8 @@ class LLM:
         self._closers = contextlib.ExitStack()
         self._lock = threading.Lock()
         self._random = random.Random(self.config.seed)
+        self.on_step: Callable[[float], None] | None = None
+        """Called with the seconds of each step, for benchmarks."""
         try:
             self._start()
         except BaseException:
@@ -325,7 +328,9 @@ class LLM:
             for raw in self._feed.exchange([encode(batch)] if batch else []) or ():
                 for message in decode(raw):
                     apply(message, self._scheduler, GROUP, 0)
-            self._scheduler.step()
+            began = time.perf_counter()
+            if self._scheduler.step() and self.on_step is not None:
+                self.on_step(time.perf_counter() - began)
             batch = [_abort(pending) for pending in self._collector.cut]
             self._collector.cut.clear()
 
