@@ -275,6 +275,17 @@ def test_a_waiting_request_in_an_audit_is_not_called_lost() -> None:
     assert [type(m) for _, m in out] == [AuditMsg]
 
 
+def test_what_an_audit_of_its_source_leaves_out_was_aborted_and_goes() -> None:
+    worker = core()
+    worker.handle(opening())
+    other = step([], audit=True)
+    other.incarnation = 99
+    worker.handle(other)
+    assert worker.busy(), "another incarnation knows nothing of it"
+    worker.handle(step([], audit=True))
+    assert not worker.busy()
+
+
 def test_what_is_silent_for_two_heartbeats_goes_and_what_an_audit_lists_stays() -> None:
     clock = Clock()
     worker = core(clock)
@@ -402,6 +413,10 @@ def collect(bus: Any, count: int) -> list[list[Any]]:
     return entries
 
 
+GATEWAY = WorkerState(role="gateway", id="gw", boot=5, beat=1)
+"""Of the requests of these tests."""
+
+
 def test_a_process_answers_on_the_bus_shows_itself_and_ends_when_its_work_is_done(
     model: Path, bus_url: str
 ) -> None:
@@ -413,12 +428,13 @@ def test_a_process_answers_on_the_bus_shows_itself_and_ends_when_its_work_is_don
         ("detokenizer", "d0"),
         ("tokenizer", "d0"),
     ]
+    bus.publish_state(GATEWAY)
     bus.send(detok_queue("d0"), [step([], others=[opening(), message(0, text_ids("a"))])])
     assert [[m.text for m in entry] for entry in collect(bus, 2)] == [["", "a"]]
 
     stop.set()
     for _ in range(100):
-        if all(s.draining for s in bus.read_states()):
+        if all(s.draining for s in bus.read_states() if s != GATEWAY):
             break
         bus.receive(0.1)
     assert thread.is_alive()
@@ -426,7 +442,7 @@ def test_a_process_answers_on_the_bus_shows_itself_and_ends_when_its_work_is_don
     assert [[m.finish for m in entry] for entry in collect(bus, 1)] == [["stop"]]
     thread.join(20)
     assert codes == [0]
-    assert bus.read_states() == []
+    assert bus.read_states() == [GATEWAY]
     bus.close()
 
 
@@ -438,10 +454,26 @@ def test_a_process_whose_time_to_drain_is_over_hands_back_to_its_peer(
     bus = connect(bus_url, "local")
     bus.subscribe(reply_queue("gw"))
     bus.publish_state(WorkerState(role="detokenizer", id="d1", boot=3, beat=1))
+    bus.publish_state(GATEWAY)
     bus.send(detok_queue("d0"), [opening()])
     assert len(collect(bus, 1)) == 1
     stop.set()
     assert [[m.again for m in entry] for entry in collect(bus, 1)] == [["handback"]]
+    thread.join(20)
+    assert codes == [0]
+    bus.close()
+
+
+def test_a_process_that_ends_does_not_wait_for_what_a_gateway_that_has_gone_asked_for(
+    model: Path, bus_url: str
+) -> None:
+    config = WorkerConfig(bus=bus_url, id="d0", model=str(model), drain_seconds=3600)
+    stop, thread, codes = start(config)
+    bus = connect(bus_url, "local")
+    bus.subscribe(reply_queue("gw"))
+    bus.send(detok_queue("d0"), [opening()])
+    assert len(collect(bus, 1)) == 1
+    stop.set()
     thread.join(20)
     assert codes == [0]
     bus.close()

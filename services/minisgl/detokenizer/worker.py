@@ -6,7 +6,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -200,12 +200,19 @@ class DetokenizerCore:
 
     def _audit(self, batch: DetokenizeBatch, rows: list[Row], out: list[Addressed]) -> None:
         now = self._clock()
+        listed: set[Key] = set()
         held: list[list[tuple[bytes, int, int, int]]] = [[] for _ in batch.gateways]
         for uid, attempt, run, pos, gateway, _ in rows:
             held[gateway].append((uid, attempt, run, pos))
-            state = self._states.get((uid, attempt, batch.group, batch.incarnation, run))
+            key = (uid, attempt, batch.group, batch.incarnation, run)
+            listed.add(key)
+            state = self._states.get(key)
             if state is not None:
                 state.heard = now
+        # An audit comes behind all that was said before it. What it leaves out was aborted.
+        source = (batch.group, batch.incarnation)
+        for key in [k for k in self._states if k[2:4] == source and k not in listed]:
+            del self._states[key]
         for (name, boot), of_gateway in zip(batch.gateways, held, strict=True):
             audit = AuditMsg(
                 boot=boot, group=batch.group, incarnation=batch.incarnation,
@@ -227,6 +234,12 @@ class DetokenizerCore:
     def busy(self) -> bool:
         """Whether a computation is open."""
         return bool(self._states)
+
+    def keep(self, gateways: Collection[tuple[str, int]]) -> None:
+        """Let go of what gateways asked for that are not among these."""
+        for key, state in list(self._states.items()):
+            if (state.gateway, state.boot) not in gateways:
+                del self._states[key]
 
     def leave(self, peer: bool) -> list[Addressed] | None:
         """Hand all back to be replayed on a `peer`. Without one, go on while a rank computes."""

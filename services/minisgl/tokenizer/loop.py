@@ -4,7 +4,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Literal, Protocol
 
 from minisgl.bus import Bus, Entry
@@ -42,6 +42,9 @@ class Core(Protocol):
 
     def busy(self) -> bool:
         """Whether it holds requests that are not finished."""
+
+    def keep(self, gateways: Collection[tuple[str, int]]) -> None:
+        """While draining: the (id, boot) of all gateways. What others asked for nobody awaits."""
 
     def leave(self, peer: bool) -> list[Addressed] | None:
         """The time to drain is over. None: go on; else the last messages, and the process ends.
@@ -141,13 +144,17 @@ def _outage(what: str, pause: bool = False) -> Iterator[None]:
 def _done(
     bus: Bus, cores: Sequence[Core], states: Sequence[WorkerState], quiet: float, late: bool
 ) -> bool:
+    others: list[WorkerState] = []
+    if any(core.busy() for core in cores):
+        with _outage("reading states"):
+            others = bus.read_states()
+            gateways = {(s.id, s.boot) for s in others if s.role == "gateway"}
+            for core in cores:
+                core.keep(gateways)
     if not any(core.busy() for core in cores) and (late or quiet >= _QUIET_SECONDS):
         return True
     if not late:
         return False
-    others: list[WorkerState] = []
-    with _outage("reading states"):
-        others = bus.read_states()
     boots = {state.boot for state in states}
     for core in cores:
         peer = any(s.role == core.role and not s.draining and s.boot not in boots for s in others)

@@ -7,7 +7,7 @@ that the workers publish.
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
 from minisgl.bus import TOK, Bus, connect, reply_queue, req_queue
@@ -172,6 +172,9 @@ class TokenizerCore:
     def busy(self) -> bool:
         """Never: a message is handled as soon as it is met."""
         return False
+
+    def keep(self, gateways: Collection[tuple[str, int]]) -> None:
+        """Nothing: it holds nothing."""
 
     def leave(self, peer: bool) -> list[Addressed]:
         """Nothing is left to say."""
