@@ -4,6 +4,7 @@ import threading
 from pathlib import Path
 
 import pytest
+
 from minisgl.distributed import SingleRank
 from minisgl.scheduler.feed import Feed, SingleFeed, make_feed
 
