@@ -26,7 +26,7 @@ from minisgl.cli import sampling, services
 from minisgl.cli.flags import Parser, add_flags, from_args
 from minisgl.cli.main import COMMANDS, main
 from minisgl.config import EngineConfig, GatewayConfig, StartError, UsageError, WorkerConfig, flag
-from minisgl.launch.serve import ServeConfig, as_arguments, serve_children
+from minisgl.launch.serve import LocalGatewayConfig, ServeConfig, as_arguments, serve_children
 from minisgl.lifecycle import PARENT_FD_ENV, LogFormatter, report_errors
 from minisgl.messages import SamplingParams
 
@@ -549,3 +549,18 @@ def test_in_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_the_chat(chat_server: 
     assert slow["messages"][-1]["content"] == "/slow"
     assert pasted["messages"][1]["content"].startswith("slow.slow.")
     assert pasted["messages"][-1]["content"] == "two\nlines"
+
+
+def test_processes_of_one_machine_do_not_take_a_long_step_for_a_loss() -> None:
+    specs = serve_children(
+        "ipc:///run/x",
+        "/models/m",
+        EngineConfig(model="m"),
+        LocalGatewayConfig(bus="", model="m"),
+        num_tokenizers=0,
+        http_fd=9,
+    )
+    for spec in specs:
+        args = read(list(spec.command[spec.command.index("minisgl") + 1 :]))
+        worker = from_args(WorkerConfig, args)
+        assert (worker.heartbeat_timeout_seconds, worker.drain) == (600, 15), spec.name

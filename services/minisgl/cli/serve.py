@@ -5,8 +5,8 @@ import signal
 import sys
 
 from minisgl.cli.flags import Parser, Run, add_flags, add_log_flags, from_args, log_arguments
-from minisgl.config import EngineConfig, GatewayConfig
-from minisgl.launch.serve import ServeConfig, serve
+from minisgl.config import EngineConfig
+from minisgl.launch.serve import LocalGatewayConfig, ServeConfig, serve
 from minisgl.lifecycle import Lifecycle, set_up_logging
 
 CLUSTER_ONLY = ("pod", "bus_password_file", "bus_ca_file")
@@ -38,7 +38,7 @@ def add_arguments(parser: Parser) -> Run:
     """Declare the arguments."""
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     add_api_key(parser)
-    add_flags(parser, GatewayConfig, "HTTP and service", without=CLUSTER_ONLY)
+    add_flags(parser, LocalGatewayConfig, "HTTP and service", without=CLUSTER_ONLY)
     add_flags(parser, ServeConfig, "processes")
     add_flags(parser, EngineConfig, "engine")
     add_log_flags(parser)
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace, life: Lifecycle) -> int:
     # Until the supervisor takes over: the directory is removed on this way out too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     engine = from_args(EngineConfig, args)
-    gateway = from_args(GatewayConfig, args, bus="", api_keys=tuple(args.api_keys))
+    gateway = from_args(LocalGatewayConfig, args, bus="", api_keys=tuple(args.api_keys))
 
     def on_ready(url: str) -> None:
         print(f"Serving {engine.model} at {url}", flush=True)

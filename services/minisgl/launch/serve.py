@@ -22,7 +22,6 @@ GROUP = "g0"
 LATE_SECONDS = 5.0
 """What a process gets beyond its drain time before it is killed."""
 _WORKER = [f.name for f in dataclasses.fields(WorkerConfig)]
-_GATEWAY_ONLY = [f.name for f in dataclasses.fields(GatewayConfig) if f.name not in _WORKER]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +42,24 @@ class ServeConfig:
             raise UsageError(
                 f"--startup-timeout-seconds must be over 0, not {self.startup_timeout_seconds:g}"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalGatewayConfig(GatewayConfig):
+    """The gateway of one machine: the launcher sees what dies, so silence hardly ever means it.
+
+    A CPU may take minutes over one step of long prompts. With the time-out of a cluster the gateway
+    would take such a step for a loss, and have it computed again.
+    """
+
+    heartbeat_timeout_seconds: float = flag(
+        600.0,
+        "time in which a step must end, in seconds: a request that is silent for longer is "
+        "computed again",
+    )
+    drain_seconds: float | None = flag(
+        15.0, "time to finish open streams after SIGTERM or Ctrl-C, in seconds"
+    )
 
 
 def bind_http(host: str, port: int) -> socket.socket:
@@ -80,10 +97,13 @@ def service_url(host: str, bound: socket.socket) -> str:
     return f"http://{shown}:{bound.getsockname()[1]}"
 
 
-def as_arguments(config: Any, *, without: Sequence[str] = ()) -> list[str]:
-    """The command line that makes `config` again: the flags that differ from their defaults."""
+def as_arguments(config: Any, *, of: type | None = None, without: Sequence[str] = ()) -> list[str]:
+    """The command line that makes `config` again: the flags that differ from their defaults.
+
+    `of` is the class of the reader, where it has other defaults than that of `config`.
+    """
     arguments = []
-    for f in dataclasses.fields(config):
+    for f in dataclasses.fields(of or config):
         value = getattr(config, f.name)
         if "help" not in f.metadata or f.name in without or value == f.default:
             continue
@@ -112,7 +132,7 @@ def serve_children(
     The gateway ends first: it finishes the open streams, for which it needs all the others.
     """
     shared = [f"--bus={bus}", f"--model={folder}", *log_flags]
-    shared += as_arguments(gateway, without=_GATEWAY_ONLY)
+    shared += as_arguments(gateway, of=WorkerConfig)
 
     def child(name: str, *arguments: str, waited: bool = True) -> ChildSpec:
         command = minisgl_command(*arguments, *shared)
@@ -134,7 +154,7 @@ def serve_children(
     children += [child(f"tokenizer {i}", "tokenizer", f"--id={i}") for i in range(num_tokenizers)]
     front = [f"--served-model-name={gateway.served_model_name or engine.model}"]
     front += [f"--api-key={key}" for key in gateway.api_keys]
-    front += as_arguments(gateway, without=[*_WORKER, "served_model_name"])
+    front += as_arguments(gateway, of=GatewayConfig, without=[*_WORKER, "served_model_name"])
     command = minisgl_command(
         "gateway", "--id=0", f"--http-fd={http_fd}", "--listen-when-ready", *front, *shared
     )
