@@ -53,6 +53,13 @@ def _checked_folder(model: str, folder: Path) -> Path:
     return folder.resolve()
 
 
+def require_tokenizer(folder: Path) -> None:
+    """Raises `StartError` if no file of the folder can be a tokenizer's."""
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken")
+    if not any(next(folder.glob(name), None) for name in names):
+        raise StartError(f"model folder {folder} holds no tokenizer: tokenizer.json is missing")
+
+
 def _download(model: str, revision: str | None, files: Literal["all", "tokenizer"]) -> Path:
     from huggingface_hub import errors, snapshot_download
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from minisgl.config import StartError
+from minisgl.hub import require_tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE_MARK = "\u2581"
@@ -190,6 +191,7 @@ class Tokenizer:
 def load_tokenizer(folder: Path | str) -> Tokenizer:
     """The tokenizer of a model folder; `StartError` if it has none or its files are broken."""
     folder = Path(folder)
+    require_tokenizer(folder)
     # Imported here: half a second that a process which only reads messages need not spend.
     from transformers import PreTrainedTokenizerFast
 

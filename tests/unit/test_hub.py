@@ -14,7 +14,7 @@ import huggingface_hub
 import pytest
 
 from minisgl.config import StartError, UsageError
-from minisgl.hub import eos_token_ids, model_vocab_size, resolve_model
+from minisgl.hub import eos_token_ids, model_vocab_size, require_tokenizer, resolve_model
 
 
 @pytest.fixture
@@ -197,3 +197,11 @@ def test_what_the_hub_does_not_give_is_said_in_one_line(
 ) -> None:
     (line,) = ask(endpoint, tmp_path, call, **env)
     assert line.startswith(words)
+
+
+def test_a_folder_without_a_tokenizer_is_named_before_anything_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(StartError, match=r"holds no tokenizer: tokenizer\.json is missing"):
+        require_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    require_tokenizer(tmp_path)

@@ -14,7 +14,7 @@ from minisgl.config import (
     WorkerConfig,
     flag,
 )
-from minisgl.hub import resolve_model
+from minisgl.hub import require_tokenizer, resolve_model
 from minisgl.launch.supervisor import ChildSpec, Supervisor, minisgl_command
 from minisgl.rundir import RunDirectory
 
@@ -178,12 +178,13 @@ def serve(
     The port is taken first and the model found next, so that both fail before anything is loaded.
     """
     with bind_http(gateway.host, gateway.port) as http:
-        folder = str(resolve_model(engine.model))
+        folder = resolve_model(engine.model)
+        require_tokenizer(folder)
         directory = RunDirectory.create()
         try:
             children = serve_children(
                 f"ipc://{directory.path}",
-                folder,
+                str(folder),
                 engine,
                 gateway,
                 num_tokenizers=config.num_tokenizers,

@@ -46,7 +46,11 @@ def load_weights(
     total = sum(_count(p) * state[p.target].element_size() for p in pieces)
     began = time.monotonic()
     with tqdm(
-        total=total, disable=not progress, unit="B", unit_scale=True, desc="loading weights"
+        total=total,
+        disable=None if progress else True,
+        unit="B",
+        unit_scale=True,
+        desc="loading weights",
     ) as bar:
         for path, group in sorted(by_file.items()):
             _read_file(path, group, state, bar.update)
