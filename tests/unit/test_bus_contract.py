@@ -16,6 +16,7 @@ from minisgl.bus import TOK, Bus, Entry, connect, detok_queue, reply_queue, req_
 from minisgl.bus.zmq import STATE_PREFIX, ZmqBus
 from minisgl.config import UsageError
 from minisgl.messages import AbortMsg, GroupLoad, Message, WorkerState
+from tests.redis_server import RedisServer
 
 LIMIT = 10.0
 
@@ -29,7 +30,7 @@ class Service:
         self.buses: list[Bus] = []
 
     def bus(self, *queues: str) -> Bus:
-        bus = connect(self.url, "test")
+        bus = connect(self.url, "test", worker=str(len(self.buses)))
         self.buses.append(bus)
         for queue in queues:
             bus.subscribe(queue)
@@ -48,8 +49,34 @@ def short_dir() -> Iterator[Path]:
     shutil.rmtree(path, ignore_errors=True)
 
 
-@pytest.fixture(params=["zmq"])
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[RedisServer]:
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture(params=["zmq", pytest.param("redis", marks=pytest.mark.redis)])
 def service(request: pytest.FixtureRequest, short_dir: Path) -> Iterator[Service]:
+    if request.param == "redis":
+        yield from redis_service(request.getfixturevalue("redis_server"))
+    else:
+        yield from zmq_service(short_dir)
+
+
+def redis_service(server: RedisServer) -> Iterator[Service]:
+    client = server.client()
+    client.flushall()
+
+    def inject(queue: str, data: bytes) -> None:
+        client.xadd(f"minisgl:{{test}}:{queue}", {"m": data})
+
+    service = Service(server.url, inject)
+    yield service
+    service.close()
+    client.close()
+
+
+def zmq_service(short_dir: Path) -> Iterator[Service]:
     context = zmq.Context()
 
     def inject(queue: str, data: bytes) -> None:
@@ -147,8 +174,9 @@ def test_readers_of_tok_share_the_work_and_get_each_entry_once(service: Service)
     got: list[list[int]] = [[], []]
     deadline, run = time.monotonic() + LIMIT, 0
     while not all(got) and time.monotonic() < deadline:
-        writer.send(TOK, [message(run)])
-        run += 1
+        for _ in range(20):  # more than one reader takes at once
+            writer.send(TOK, [message(run)])
+            run += 1
         for reader, mine in zip(readers, got, strict=True):
             mine += runs(reader.receive(0.02))
     while len(got[0]) + len(got[1]) < run and time.monotonic() < deadline:

@@ -5,10 +5,19 @@ from minisgl.bus.base import TOK, Bus, Entry, detok_queue, reply_queue, req_queu
 __all__ = ["TOK", "Bus", "Entry", "connect", "detok_queue", "reply_queue", "req_queue"]
 
 
-def connect(url: str, service: str) -> Bus:
+def connect(
+    url: str,
+    service: str,
+    *,
+    worker: str = "0",
+    silence: float = 30.0,
+    password_file: str | None = None,
+    ca_file: str | None = None,
+) -> Bus:
     """The bus at `url`: `ipc://DIR` on one machine, `redis://...` or `rediss://...` in a cluster.
 
-    Raises `UsageError` for any other URL.
+    `worker` names this worker among those that share a queue; `silence` is the heartbeat time-out
+    in seconds. The files are read again at each connection. Raises `UsageError` for any other URL.
     """
     from minisgl.config import UsageError
 
@@ -16,4 +25,31 @@ def connect(url: str, service: str) -> Bus:
         from minisgl.bus.zmq import ZmqBus
 
         return ZmqBus(url.removeprefix("ipc://"))
-    raise UsageError(f"--bus must be ipc://DIR, not {url!r}")
+    if url.startswith(("redis://", "rediss://")):
+        try:
+            from minisgl.bus.redis import RedisBus
+        except ImportError as error:
+            raise UsageError(
+                f"--bus {url.partition(':')[0]}:// needs the package redis: "
+                f"pip install 'minisglang[redis]' ({error})"
+            ) from None
+
+        return RedisBus(
+            url,
+            service,
+            worker=worker,
+            silence=silence,
+            password_file=password_file,
+            ca_file=ca_file,
+        )
+    raise UsageError(
+        f"--bus must be ipc://DIR, redis://... or rediss://..., not {shown_url(url)!r}"
+    )
+
+
+def shown_url(url: str) -> str:
+    """The URL without its password, for messages."""
+    scheme, separator, rest = url.partition("://")
+    credentials, at, host = rest.rpartition("@")
+    user = credentials.partition(":")[0]
+    return f"{scheme}{separator}{user + ':***' if at else ''}{at}{host}"

@@ -34,6 +34,10 @@ class BusError(Exception):
     """The bus does not answer or takes nothing. The caller may try the same again."""
 
 
+class ReplacedError(Exception):
+    """Another process has taken this worker's place: this one must end."""
+
+
 @dataclass(slots=True)
 class Entry:
     """One received entry."""
@@ -44,6 +48,8 @@ class Entry:
     """As it travelled: rank 0 hands the same bytes to its peers."""
     token: object = None
     """What the bus needs to acknowledge it."""
+    deliveries: int = 1
+    """How often it was handed out without being acknowledged, this time included."""
 
 
 class Bus(ABC):
