@@ -114,7 +114,7 @@ class RadixCache(PrefixCache):
             self._evictable -= len(node.key) - keep
             tokens -= len(node.key) - keep
             if keep:
-                node.key, node.slots = node.key[:keep], node.slots[:keep]
+                node.key, node.slots = _head(node.key, keep), _head(node.slots, keep)
                 self._offer(node)
             else:
                 parent = node.parent
@@ -186,7 +186,8 @@ class RadixCache(PrefixCache):
         parent = node.parent
         if parent is None:
             raise RuntimeError("the root of the radix tree cannot be split")
-        upper = _Node(parent, node.key[:at], node.slots[:at], next(self._serial), node.used)
+        key, slots = _head(node.key, at), _head(node.slots, at)
+        upper = _Node(parent, key, slots, next(self._serial), node.used)
         upper.locks = node.locks
         parent.children[self._edge(upper.key)] = upper
         node.key, node.slots, node.parent = node.key[at:], node.slots[at:], upper
@@ -212,3 +213,12 @@ class RadixCache(PrefixCache):
             node = stack.pop()
             stack.extend(node.children.values())
             yield node
+
+
+def _head(array: Ids, size: int) -> Ids:
+    """The first `size` entries: a copy where a view would keep more than twice their memory.
+
+    The short prefix that many long prompts share outlives each of them by days.
+    """
+    owner = array.base if isinstance(array.base, np.ndarray) else array
+    return array[:size].copy() if 2 * size < owner.size else array[:size]
