@@ -26,14 +26,13 @@ def check(scheduler: Scheduler) -> None:
 
     own(cache.free_list(), "the free list")
     own(cache.prefix.held()[::size] // size, "the prefix cache")
-    locks = 0
+    locked = [np.empty(0, np.int32)]
     for row, req in enumerate(table.reqs):
         if req is None:
             continue
         if req.row != row:
             raise RuntimeError(f"row {row} holds the request of row {req.row}")
         shared = req.handle.cached_len
-        locks += shared
         if not shared <= req.cached_len <= req.device_len <= req.max_device_len:
             raise RuntimeError(f"row {row}: {shared=} {req.cached_len=} {req.device_len=}")
         tree = cache.prefix.slots(req.handle)
@@ -41,10 +40,14 @@ def check(scheduler: Scheduler) -> None:
             raise RuntimeError(f"row {row} does not refer to the slots of its locked prefix")
         end = cache.pages_for(req.cached_len) * size
         own(table.page_table[row, shared:end:size] // size, f"row {row}")
+        locked.append(tree)
     wrong = np.flatnonzero(owners != 1)
     if len(wrong):
         raise RuntimeError(f"page {wrong[0]} has {owners[wrong[0]]} owners ({len(wrong)} wrong)")
-    if locks == 0 and cache.prefix.protected:
-        raise RuntimeError(f"{cache.prefix.protected} tokens are protected, and nobody runs")
+    in_use = len(np.unique(np.concatenate(locked)))
+    if in_use != cache.prefix.protected:
+        raise RuntimeError(
+            f"{cache.prefix.protected} tokens are protected, and rows refer to {in_use}"
+        )
     if scheduler.idle and scheduler.running:
         raise RuntimeError(f"{scheduler.running} rows are taken, and nothing is held")
