@@ -1,7 +1,8 @@
 """What rank 0 sends: each step's tokens to the detokenizers, refusals to the gateways, audits."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,21 +26,36 @@ from minisgl.scheduler.request import PendingReq, Req
 from minisgl.scheduler.scheduler import Scheduler
 
 Index = npt.NDArray[np.int64]
+Name = TypeVar("Name", bound=Hashable)
 
 
-class Names:
-    """Numbers for the (id, boot) or ids that rows refer to, so that a row holds an integer."""
+class NameColumn(Generic[Name]):
+    """A name for each row of the tables, held as a number.
 
-    def __init__(self) -> None:
-        self._numbers: dict[object, int] = {}
-        self.names: list[object] = []
+    Names that no row has any more are forgotten from time to time: gateways and detokenizers come
+    and go for as long as a rank lives.
+    """
 
-    def number(self, name: object) -> int:
-        found = self._numbers.get(name)
-        if found is None:
-            found = self._numbers[name] = len(self.names)
+    def __init__(self, rows: int) -> None:
+        self.of_row = np.zeros(rows, np.int32)
+        """[rows] index into `names`."""
+        self.names: list[Name] = []
+        self._numbers: dict[Name, int] = {}
+
+    def set(self, row: int, name: Name) -> None:
+        """Give a row this name."""
+        if name not in self._numbers:
+            if len(self.names) >= 2 * len(self.of_row):
+                self._forget()
+            self._numbers[name] = len(self.names)
             self.names.append(name)
-        return found
+        self.of_row[row] = self._numbers[name]
+
+    def _forget(self) -> None:
+        used, number = np.unique(self.of_row, return_inverse=True)
+        self.of_row[:] = number
+        self.names = [self.names[n] for n in used.tolist()]
+        self._numbers = {name: n for n, name in enumerate(self.names)}
 
 
 class ReplySink:
@@ -49,9 +65,8 @@ class ReplySink:
         self._bus = bus
         self._group = group
         self._incarnation = incarnation
-        self._gateways, self._detokenizers = Names(), Names()
-        self._gateway_of = np.zeros(rows, np.int32)
-        self._detokenizer_of = np.zeros(rows, np.int32)
+        self._gateways: NameColumn[tuple[str, int]] = NameColumn(rows)
+        self._detokenizers: NameColumn[str] = NameColumn(rows)
         self.scheduler: Scheduler
         """Set once it is made: it is made with this sink."""
 
@@ -77,10 +92,10 @@ class ReplySink:
                 )
             )
         rows, pos, tokens = emission.rows[plain], emission.pos[plain], emission.tokens[plain]
-        number = self._detokenizer_of[rows]
+        number = self._detokenizers.of_row[rows]
         for n in np.unique(number).tolist():
             mine = slice(None) if len(self._detokenizers.names) == 1 else number == n
-            name = str(self._detokenizers.names[n])
+            name = self._detokenizers.names[n]
             batch = self._columns(rows[mine], pos[mine], tokens[mine])
             batch.others = others.pop(name, [])
             self._send(name, batch)
@@ -128,8 +143,8 @@ class ReplySink:
     def _open(self, req: Req, others: dict[str, list[DetokenizeMsg]]) -> None:
         """A request has its first token since it took this row."""
         pending, route = req.pending, _route(req.pending)
-        self._gateway_of[req.row] = self._gateways.number((route.gateway, route.boot))
-        self._detokenizer_of[req.row] = self._detokenizers.number(route.detokenizer)
+        self._gateways.set(req.row, (route.gateway, route.boot))
+        self._detokenizers.set(req.row, route.detokenizer)
         if pending.opened:
             return
         pending.opened = True
@@ -146,7 +161,7 @@ class ReplySink:
 
     def _columns(self, rows: Index, pos: npt.NDArray[np.int32], tokens: Index) -> DetokenizeBatch:
         table = self.scheduler.table
-        used, gateway = np.unique(self._gateway_of[rows], return_inverse=True)
+        used, gateway = np.unique(self._gateways.of_row[rows], return_inverse=True)
         return self._batch(
             gateways=[self._gateways.names[n] for n in used.tolist()],
             uid=table.uid[rows].tobytes(),

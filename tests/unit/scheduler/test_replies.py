@@ -22,7 +22,7 @@ from minisgl.messages import (
     unpack_ids,
 )
 from minisgl.scheduler.rank import apply
-from minisgl.scheduler.replies import ReplySink
+from minisgl.scheduler.replies import NameColumn, ReplySink
 from minisgl.scheduler.scheduler import Scheduler
 
 from .model_engine import ModelEngine, expected
@@ -227,3 +227,16 @@ def test_columns_that_do_not_fit_together_are_an_error() -> None:
     except ValueError:
         return
     raise AssertionError("a gateway that is not listed was accepted")
+
+
+def test_names_that_no_row_has_any_more_are_forgotten() -> None:
+    column: NameColumn[str] = NameColumn(4)
+    held = [""] * 4
+    for i in range(1000):  # gateways that come and go
+        row = i % 3
+        held[row] = f"gateway {i}"
+        column.set(row, held[row])
+        assert [column.names[n] for n in column.of_row[:3]][: i + 1] == held[:3][: i + 1]
+        assert len(column.names) <= 8
+    column.set(3, held[0])
+    assert column.of_row[3] == column.of_row[0]
