@@ -9,7 +9,14 @@ from minisgl.engine.draw import draw, draw_reference
 from minisgl.engine.filters import bounds
 from minisgl.engine.logprobs import stable_topk
 from minisgl.engine.sampler import Sampler
-from minisgl.engine.sampling_table import SamplingTable
+from minisgl.engine.sampling_table import (
+    LOGPROBS,
+    MIN_P,
+    SAMPLED,
+    TOP_K,
+    TOP_P,
+    SamplingTable,
+)
 from minisgl.messages import SamplingParams
 from minisgl_kernels import build
 from minisgl_kernels.sampling import gumbel_draw_function
@@ -557,14 +564,13 @@ def test_the_table_tells_what_its_rows_need():
         ]
     ):
         table.set(row, params)
-    asked = ("all_greedy", "any_top_k", "any_top_p", "any_min_p", "any_logprobs")
-
-    def of(*rows):
-        return [name for name in asked if getattr(table, name)(np.array(rows, np.int64))]
-
-    assert of() == of(0) == of(0, 5) == ["all_greedy"]
-    assert of(0, 1) == ["any_top_k"]
-    assert of(2) == ["any_top_p", "any_logprobs"]
-    assert of(3, 1) == ["any_top_k", "any_min_p"]
+    assert table.needs.tolist() == [
+        0,
+        SAMPLED | TOP_K,
+        SAMPLED | TOP_P | LOGPROBS,
+        SAMPLED | MIN_P,
+        0,
+        0,
+    ]
     table.clear(3)
-    assert of(3) == ["all_greedy"]
+    assert table.needs[3] == 0

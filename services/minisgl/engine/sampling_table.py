@@ -5,11 +5,8 @@ Python work for each request. Nothing here imports torch.
 """
 
 import numpy as np
-import numpy.typing as npt
 
 from minisgl.messages import SamplingParams
-
-Rows = npt.NDArray[np.integer]
 
 # What a row asks for beyond the most likely token. Each batch skips what none of its rows needs.
 SAMPLED = 1
@@ -80,27 +77,3 @@ class SamplingTable:
     def clear(self, row: int) -> None:
         """The row is free: it needs nothing, as a padding row of a batch."""
         self.needs[row] = 0
-
-    def union(self, rows: Rows) -> int:
-        """What any of `rows` needs, or-ed."""
-        return int(np.bitwise_or.reduce(self.needs[rows])) if len(rows) else 0
-
-    def all_greedy(self, rows: Rows) -> bool:
-        """No row draws; penalties and biases may still apply."""
-        return not self.union(rows) & SAMPLED
-
-    def any_top_k(self, rows: Rows) -> bool:
-        """Some row that draws limits the number of tokens."""
-        return bool(self.union(rows) & TOP_K)
-
-    def any_top_p(self, rows: Rows) -> bool:
-        """Some row that draws limits the sum of probabilities."""
-        return bool(self.union(rows) & TOP_P)
-
-    def any_min_p(self, rows: Rows) -> bool:
-        """Some row that draws limits how unlikely a token may be."""
-        return bool(self.union(rows) & MIN_P)
-
-    def any_logprobs(self, rows: Rows) -> bool:
-        """Some row reports log probabilities."""
-        return bool(self.union(rows) & LOGPROBS)

@@ -38,9 +38,7 @@ class Scheduler:
         self._sink = sink
         self._overlap = config.overlaps
         self.max_model_len = min(engine.max_seq_len, engine.num_pages * engine.page_size)
-        self.table = TableManager(
-            config.max_running_requests, engine.max_seq_len, engine.vocab_size
-        )
+        self.table = TableManager(config.max_running_requests, engine.max_seq_len)
         prefix = PREFIX_CACHES[config.cache_type](engine.page_size)
         self.cache = CacheManager(engine.num_pages, engine.page_size, prefix, self.table)
         self.prefill = PrefillManager()

@@ -46,7 +46,7 @@ class _Journal:
 class TableManager:
     """Rows for `max_running` requests and one dummy, `max_seq_len` tokens each."""
 
-    def __init__(self, max_running: int, max_seq_len: int, vocab_size: int) -> None:
+    def __init__(self, max_running: int, max_seq_len: int) -> None:
         rows = max_running + 1
         self.max_running = max_running
         self.max_seq_len = max_seq_len
@@ -71,7 +71,6 @@ class TableManager:
         self.attempt = np.zeros(rows, np.int32)
         self.run = np.zeros(rows, np.int64)
         self.reqs: list[Req | None] = [None] * rows
-        self.vocab_size = vocab_size
         self._free_rows = list(range(max_running - 1, -1, -1))
         self._slot_journal = _Journal(max_seq_len)
         self._token_journal = _Journal(max_seq_len)
