@@ -21,7 +21,7 @@ from minisgl.engine.host import free_memory, usable_cpus
 from minisgl.engine.memory import pages_for_requests, plan_pages
 from minisgl.engine.sampler import Sampler
 from minisgl.engine.step import Int32s, StepEngine, StepInput, StepOutput, StepResult, TableWrites
-from minisgl.kvcache.pool import KVPool, page_bytes
+from minisgl.kvcache.pool import KVPool, page_bytes, zeros
 from minisgl.layers.sharding import head_shard
 from minisgl.messages import SamplingParams
 from minisgl.models.config import ModelConfig, load_model_config
@@ -54,6 +54,7 @@ class Engine(StepEngine):
         if self._device.type == "cpu":
             torch.set_num_threads(max(1, usable_cpus() // comm.size))
         free_before = free_memory()
+        comm.barrier()  # a rank that loads already would look like a host with less memory
         self._model = CausalLM(model, dtype, comm, self._device)
         if config.load_format == "dummy":
             dummy_weights(self._model, self._device, config.seed)
@@ -72,10 +73,11 @@ class Engine(StepEngine):
         )
         rows = config.max_running_requests + 1
         shape = (rows, self.max_seq_len)
-        dummy_slot = self.num_pages * self.page_size
-        self._page_table = torch.zeros(shape, dtype=torch.int32, device=self._device)
-        self._page_table[-1] = dummy_slot
-        self._token_pool = torch.zeros(shape, dtype=torch.int32, device=self._device)
+        self._dummy_slot = self._pool.dummy_page * self.page_size
+        purpose = "tables; use a lower --max-running-requests or --max-seq-len"
+        self._page_table = zeros(shape, torch.int32, self._device, purpose)
+        self._page_table[-1] = self._dummy_slot
+        self._token_pool = zeros(shape, torch.int32, self._device, purpose)
         self._flat_pages, self._flat_tokens = self._page_table.view(-1), self._token_pool.view(-1)
         self._attention = make_backend(config.attention_backend, self._device)
         self._sampler = Sampler(self.vocab_size, self._device, rows)
@@ -148,7 +150,7 @@ class Engine(StepEngine):
         return plan_pages(
             free_before=[free // self._comm.size for free, _ in figures],
             model_bytes=[taken for _, taken in figures],
-            activation_bytes=_activation_bytes(model, config.max_prefill_tokens, dtype),
+            activation_bytes=_activation_bytes(model, config, dtype),
             memory_ratio=ratio,
             page_bytes=size,
             most=most,
@@ -172,7 +174,7 @@ class Engine(StepEngine):
                     device_lens=np.array([end], np.int32),
                     positions=positions,
                     input_index=row * width + positions,
-                    out_loc=np.full(end - start, self.num_pages * self.page_size, np.int32),
+                    out_loc=np.full(end - start, self._dummy_slot, np.int32),
                     output_index=rows * width,
                     output_pos=np.zeros(1, np.int32),
                     samples=np.ones(1, np.bool_),
@@ -214,12 +216,14 @@ def _max_seq_len(config: EngineConfig, model: ModelConfig) -> int:
     return limit
 
 
-def _activation_bytes(model: ModelConfig, tokens: int, dtype: torch.dtype) -> int:
+def _activation_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:
     """Peak of one forward on a CPU, whose allocator keeps no record: what is alive at once.
 
     The widest point is the MLP (gate, up and their product, with input and residual) or attention
-    (projections and output); the prompt of one step counts, and a few rows of logits in float32.
+    (projections and output) of a step's prompts; then come a row of logits for each request, as
+    the model gives them, in float32, and once more while a token is drawn.
     """
     heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     width = max(3 * model.intermediate_size, heads) + 4 * model.hidden_size
-    return tokens * width * dtype.itemsize + 64 * model.vocab_size * 4
+    logits = config.max_running_requests * model.vocab_size * (dtype.itemsize + 8)
+    return config.max_prefill_tokens * width * dtype.itemsize + logits

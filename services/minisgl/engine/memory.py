@@ -43,7 +43,8 @@ def plan_pages(
             f"no memory is left for the KV cache: rank {worst} has {_gib(free_before[worst])} "
             f"free, of which --memory-ratio {memory_ratio:g} may be used; the model takes "
             f"{_gib(model_bytes[worst])}, activations {_gib(activation_bytes)}. Use a higher "
-            f"--memory-ratio, a lower --max-prefill-tokens, more ranks or a smaller model"
+            f"--memory-ratio, lower --max-prefill-tokens or --max-running-requests, more ranks or "
+            f"a smaller model"
         )
     return min(pages, most)
 

@@ -5,6 +5,8 @@ import math
 import numpy as np
 import torch
 
+from minisgl.config import StartError
+
 
 def page_bytes(
     *, layers: int, kv_heads: int, page_size: int, head_dim: int, dtype: torch.dtype
@@ -29,7 +31,7 @@ class KVPool:
         self.page_size = page_size
         self.dummy_page = pages
         shape = (2, layers, pages + 1, page_size, kv_heads, head_dim)
-        self.buffer = _zeros(shape, dtype, device)
+        self.buffer = zeros(shape, dtype, device, "KV cache; use a lower --num-pages")
         slots = self.buffer.view(2, layers, (pages + 1) * page_size, kv_heads, head_dim)
         # views are made once: a store and two reads a layer would else make them in each step
         self._k, self._v = list(slots[0].unbind()), list(slots[1].unbind())
@@ -62,13 +64,21 @@ class KVPool:
         self._v[layer].index_copy_(0, out_loc, v)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def zeros(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, purpose: str
+) -> torch.Tensor:
     """Zeros; on a CPU without touching them, so that pages take memory when they are first used.
 
     `torch.zeros` writes every byte there: many gigabytes at each start, for a cache that a laptop
-    may never fill.
+    may never fill. `StartError` says for what `purpose` there is too little memory.
     """
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    untouched = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+    size = math.prod(shape) * dtype.itemsize
+    try:
+        if device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=device)
+        untouched = np.zeros(size, np.uint8)
+    except (MemoryError, OverflowError, RuntimeError, ValueError):  # of numpy, or of torch
+        raise StartError(
+            f"not enough memory on {device} for the {size / 2**30:.1f} GiB of the {purpose}"
+        ) from None
     return torch.from_numpy(untouched).view(dtype).view(shape)

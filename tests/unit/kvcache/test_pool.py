@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import pytest
 import torch
 
+from minisgl.config import StartError
 from minisgl.kvcache.pool import KVPool, page_bytes
 
 SIZES: dict[str, Any] = {
@@ -36,3 +38,9 @@ def test_what_is_stored_by_slot_is_found_by_page() -> None:
     assert torch.equal(pool.k_pages(1)[1, 2], k[1])
     assert not pool.k(0).any()
     assert int(pool.v(1).any(-1).any(-1).sum()) == 2
+
+
+@pytest.mark.parametrize("pages", [2**50, 2**70])
+def test_a_cache_that_no_machine_can_hold_is_an_error_that_names_the_flag(pages: int) -> None:
+    with pytest.raises(StartError, match=r"GiB of the KV cache; use a lower --num-pages"):
+        KVPool(pages=pages, device=torch.device("cpu"), **SIZES)
