@@ -1,6 +1,7 @@
 """The engine on tiny models: outputs against transformers, settings, and errors at its start."""
 
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,11 @@ import torch
 import transformers
 
 from minisgl import LLM, SamplingParams
-from minisgl.config import StartError, UsageError
+from minisgl.config import EngineConfig, StartError, UsageError
+from minisgl.distributed import PeerError, SingleRank
+from minisgl.engine.engine import Engine
+from minisgl.engine.step import StepInput, StepOutput
+from minisgl.scheduler import integrity
 from tests.tiny import build_tiny
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -54,6 +59,13 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
+RETRACTING: list[dict[str, Any]] = [
+    {"schedule": "mixed", "max_prefill_tokens": 9, "num_pages": 60, "reserve_tokens": 1},
+    {"schedule": "mixed", "num_pages": 60, "reserve_tokens": 1, "tensor_parallel_size": 2},
+]
+"""Mixed batches in so few pages that requests are taken back and computed again."""
+
+
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: "-".join(s) or "default")
 def test_greedy_output_is_that_of_transformers_in_every_setting(
     tiny: Path, reference: list[list[int]], setting: dict[str, Any]
@@ -64,13 +76,23 @@ def test_greedy_output_is_that_of_transformers_in_every_setting(
             assert [o.token_ids for o in outputs] == reference
 
 
+@pytest.mark.parametrize("setting", RETRACTING, ids=lambda s: "-".join(s))
+def test_mixed_batches_and_retraction_give_the_greedy_output_of_transformers(
+    tiny: Path, reference: list[list[int]], setting: dict[str, Any]
+) -> None:
+    with LLM(tiny, dtype="float32", **setting) as llm:
+        outputs = llm.generate(_prompts(), GREEDY)
+        assert llm._scheduler.retractions > 0, "the setting is there to retract"
+    assert [o.token_ids for o in outputs] == reference
+
+
 def test_seeded_samples_do_not_depend_on_batch_chunks_ranks_or_loop(tiny: Path) -> None:
     params = [
         SamplingParams(temperature=0.9, top_p=0.95, seed=i, max_tokens=10, ignore_eos=True)
         for i in range(6)
     ]
     results = []
-    for setting in SETTINGS[:5] + SETTINGS[7:9]:
+    for setting in [*SETTINGS[:5], *SETTINGS[7:9], *RETRACTING]:
         with LLM(tiny, dtype="float32", **setting) as llm:
             results.append([o.token_ids for o in llm.generate(_prompts(), params)])
             alone = [
@@ -144,25 +166,83 @@ def test_a_prompt_that_cannot_be_computed_is_named_and_none_is_computed(llm: LLM
     assert llm._scheduler.idle
 
 
-def test_an_interrupted_call_leaves_nothing_behind(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_interrupt_within_a_step_leaves_nothing_behind(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
-    engine, steps = llm._scheduler._engine, 0
-    forward = type(engine).forward
+    steps, forward = 0, Engine.forward
 
-    def interrupted(self, step):  # type: ignore[no-untyped-def]
+    def interrupted(self: Engine, step: StepInput) -> StepOutput:
         nonlocal steps
         steps += 1
         if steps == 3:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
         return forward(self, step)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(type(engine), "forward", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate(["abc", "xyz"], GREEDY)
-    assert llm._scheduler.idle and llm._scheduler.running == 0
-    assert len(llm.generate("abc", GREEDY)[0].token_ids) == 12
+    with LLM(tiny, dtype="float32", tensor_parallel_size=ranks) as made:
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "forward", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                made.generate(["abc", "xyz"], GREEDY)
+        assert steps < 6, "the call went on after the interrupt"
+        integrity.check(made._scheduler)
+        assert made._scheduler.idle and made._scheduler.running == 0
+        assert len(made.generate("abc", GREEDY)[0].token_ids) == 12
+
+
+def test_after_a_step_that_failed_the_llm_says_so(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(self: Engine, step: StepInput) -> StepOutput:
+        raise RuntimeError("out of memory")
+
+    with LLM(tiny, dtype="float32", tensor_parallel_size=2) as made:
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "forward", failing)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                made.generate("abc", GREEDY)
+        with pytest.raises(RuntimeError, match="an earlier call failed within a step"):
+            made.generate("abc", GREEDY)
+
+
+def test_a_rank_that_is_lost_during_the_start_is_a_start_error(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*args: object, **options: object) -> None:
+        raise PeerError("rank 0 lost a peer")
+
+    monkeypatch.setattr("minisgl.llm.offline.make_engine", lost)
+    with pytest.raises(StartError, match="a rank was lost before"):
+        LLM(tiny)
+
+
+def test_no_rank_loads_before_all_have_seen_their_free_memory(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    class Watched(SingleRank):
+        def barrier(self) -> None:
+            events.append("barrier")
+
+    def measured() -> int:
+        events.append("measure")
+        return 2**33
+
+    def loaded(*args: object) -> None:
+        events.append("load")
+        raise StartError("enough seen")
+
+    monkeypatch.setattr("minisgl.engine.engine.free_memory", measured)
+    monkeypatch.setattr("minisgl.engine.engine.load_weights", loaded)
+    with pytest.raises(StartError, match="enough seen"):
+        Engine(EngineConfig(model=str(tiny)), tiny, Watched())
+    assert events == ["measure", "barrier", "load"]
+
+
+def test_tables_that_no_machine_can_hold_name_the_flags(tiny: Path) -> None:
+    with pytest.raises(StartError, match="tables; use a lower --max-running-requests"):
+        LLM(tiny, num_pages=10, max_running_requests=2**45)
 
 
 def test_two_models_live_in_one_process_at_the_same_time(tiny: Path, llm: LLM) -> None:

@@ -7,33 +7,29 @@ other ranks are ordinary `minisgl engine` processes that follow this one.
 import concurrent.futures
 import contextlib
 import dataclasses
-import logging
 import os
 import random
 import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Self, cast
 
 import numpy as np
 import torch
 
-from minisgl.config import EngineConfig, StartError, UsageError
-from minisgl.detokenizer.stream import TextStream
+from minisgl.config import EngineConfig, StartError
 from minisgl.distributed import Communicator, PeerError
 from minisgl.hub import resolve_model
 from minisgl.launch.serve import as_arguments
 from minisgl.launch.supervisor import Child, ChildSpec, minisgl_command
+from minisgl.llm.answers import Answer, Collector, GenerationOutput
+from minisgl.llm.signals import HeldSignals
 from minisgl.messages import (
     AbortMsg,
-    ErrorInfo,
-    FinishReason,
     Message,
     Route,
     SamplingParams,
-    TokenLogprobs,
     UserMsg,
     decode,
     encode,
@@ -42,126 +38,14 @@ from minisgl.messages import (
 from minisgl.rundir import RunDirectory
 from minisgl.scheduler.feed import Feed, make_feed
 from minisgl.scheduler.main import PATIENCE_SECONDS, make_engine, meet
-from minisgl.scheduler.output import Emission
 from minisgl.scheduler.rank import apply
 from minisgl.scheduler.request import PendingReq
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.text import Tokenizer, load_tokenizer
 
-_log = logging.getLogger(__name__)
-
 GROUP = "offline"
 _NOBODY = Route(gateway="", boot=0, detokenizer="")
 _OPTIONS = tuple(f.name for f in dataclasses.fields(EngineConfig) if f.name != "model")
-
-
-@dataclass(slots=True)
-class GenerationOutput:
-    """The answer to one prompt."""
-
-    text: str
-    """Without special tokens, without the token that ended it, and cut before a stop string."""
-    token_ids: list[int]
-    """All output tokens, the EOS or stop token that ended it too."""
-    finish_reason: FinishReason
-    prompt_tokens: int
-    cached_tokens: int
-    """Prompt tokens whose keys and values came from the prefix cache."""
-    logprobs: list[TokenLogprobs] | None
-    """One for each of `token_ids`, where the sampling parameters ask for them."""
-
-
-@dataclass(slots=True)
-class _Answer:
-    """One request on its way."""
-
-    prompt_tokens: int
-    sampling: SamplingParams
-    stream: TextStream | None = None
-    """Only where stop strings must be looked for."""
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    cached_tokens: int = 0
-    finish: FinishReason | None = None
-    error: ErrorInfo | None = None
-
-
-class _Collector:
-    """The output sink: puts tokens where `generate` finds them."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.answers: dict[bytes, _Answer] = {}
-        self.cut: list[PendingReq] = []
-        """Requests that a stop string has ended; the scheduler does not know it yet."""
-        self.open = 0
-        self.scheduler: Scheduler
-
-    def expect(self, uid: bytes, answer: _Answer) -> None:
-        """Collect what comes for this request."""
-        if answer.sampling.stop:
-            answer.stream = TextStream(self._tokenizer, stop=answer.sampling.stop)
-        self.answers[uid] = answer
-        self.open += 1
-
-    def emit(self, emission: Emission) -> None:
-        reqs = self.scheduler.table.reqs
-        for i, (row, token) in enumerate(
-            zip(emission.rows.tolist(), emission.tokens.tolist(), strict=True)
-        ):
-            req = reqs[row]
-            if req is None or (answer := self.answers.get(req.uid)) is None or answer.finish:
-                continue
-            finish = emission.finished.get(i)
-            answer.token_ids.append(token)
-            if i in emission.logprobs:
-                answer.logprobs.append(emission.logprobs[i])
-            if answer.stream is not None:
-                if finish != "stop":  # that token has no text
-                    answer.text += answer.stream.push([token])[0]
-                if finish is not None:
-                    answer.text += answer.stream.finish()
-                if answer.stream.stopped:
-                    if finish is None:
-                        self.cut.append(req.pending)
-                    finish = "stop"
-            if finish is not None:
-                answer.cached_tokens = req.pending.cached_tokens or 0
-                self._end(answer, finish)
-
-    def complete(self, pending: PendingReq, reason: FinishReason) -> None:
-        self._end(self.answers[pending.uid], reason)
-
-    def refuse(self, pending: PendingReq, error: ErrorInfo) -> None:
-        answer = self.answers[pending.uid]
-        answer.error = error
-        self._end(answer, "abort")
-
-    def aborted(self, pending: PendingReq) -> None:
-        answer = self.answers.get(pending.uid)
-        if answer is not None and answer.finish is None:
-            self._end(answer, "abort")
-
-    def take(self, uid: bytes) -> GenerationOutput:
-        """The finished answer; it is forgotten here."""
-        answer = self.answers.pop(uid)
-        finish = answer.finish or "abort"
-        if answer.stream is None:
-            shown = answer.token_ids[:-1] if finish == "stop" else answer.token_ids
-            answer.text = self._tokenizer.decode(shown)
-        return GenerationOutput(
-            text=answer.text,
-            token_ids=answer.token_ids,
-            finish_reason=finish,
-            prompt_tokens=answer.prompt_tokens,
-            cached_tokens=answer.cached_tokens,
-            logprobs=answer.logprobs if answer.sampling.logprobs is not None else None,
-        )
-
-    def _end(self, answer: _Answer, reason: FinishReason) -> None:
-        answer.finish = reason
-        self.open -= 1
 
 
 class LLM:
@@ -184,10 +68,15 @@ class LLM:
         self._closers = contextlib.ExitStack()
         self._lock = threading.Lock()
         self._random = random.Random(self.config.seed)
+        self._within_step = False
+        """A step has begun and is not over: for good, if an exception has ended it."""
         self.on_step: Callable[[float], None] | None = None
         """Called with the seconds of each step, for benchmarks."""
         try:
             self._start()
+        except PeerError as error:
+            self.close()
+            raise StartError(f"a rank was lost before the model was loaded: {error}") from None
         except BaseException:
             self.close()
             raise
@@ -216,7 +105,9 @@ class LLM:
         """One output for each prompt, in their order; prompts are texts or lists of token ids.
 
         `sampling_params` are those of all prompts, or one for each. Raises `ValueError` that names
-        the prompt if one cannot be computed: then none is.
+        the prompt if one cannot be computed: then none is. An interrupt takes effect after the step
+        that it falls into, and leaves nothing behind. After any other failure within a step, such
+        as a rank that is lost, this object can only be closed: `RuntimeError`.
         """
         ids = self._encode(prompts)
         sampling = self._sampling(sampling_params, len(ids))
@@ -225,9 +116,11 @@ class LLM:
             if error is not None:
                 raise ValueError(f"prompt {i}: {error.message}")
         with self._lock:
+            if self._within_step:
+                raise RuntimeError("an earlier call failed within a step: close this LLM")
             uids = [secrets.token_bytes(16) for _ in ids]
             for uid, prompt, params in zip(uids, ids, sampling, strict=True):
-                self._collector.expect(uid, _Answer(len(prompt), params))
+                self._collector.expect(uid, Answer(len(prompt), params))
             batch: list[Message] = [
                 UserMsg(
                     uid=uid,
@@ -242,11 +135,10 @@ class LLM:
             ]
             try:
                 self._run(batch)
-            except PeerError:
-                raise
             except BaseException:
-                # Leave no request behind that a later call would go on with.
-                self._run([_abort(pending) for pending in self._scheduler.held()])
+                if not self._within_step:
+                    # Leave no request behind that a later call would go on with.
+                    self._run([_abort(pending) for pending in self._scheduler.held()])
                 raise
             finally:
                 outputs = [self._collector.take(uid) for uid in uids]
@@ -270,7 +162,7 @@ class LLM:
         self._closers.callback(comm.close)
         engine = make_engine(self.config, comm, progress=False)
         comm.broadcast_int(0)  # the incarnation, which a group without services does not need
-        self._collector = _Collector(self._tokenizer)
+        self._collector = Collector(self._tokenizer)
         self._scheduler = Scheduler(self.config, engine, self._collector)
         self._collector.scheduler = self._scheduler
         self._feed: Feed = make_feed(comm, directory.path, GROUP, PATIENCE_SECONDS)
@@ -316,6 +208,8 @@ class LLM:
 
     def _stop_ranks(self) -> None:
         """Let the other ranks end by themselves."""
+        if self._within_step:
+            return  # they wait in the middle of it, and hear of nothing else
         with contextlib.suppress(PeerError):
             self._feed.exchange(None)
         for child in self._children:
@@ -324,15 +218,20 @@ class LLM:
 
     def _run(self, batch: list[Message]) -> None:
         """Step until everything is answered and read."""
-        while batch or not self._scheduler.idle:
-            for raw in self._feed.exchange([encode(batch)] if batch else []) or ():
-                for message in decode(raw):
-                    apply(message, self._scheduler, GROUP, 0)
-            began = time.perf_counter()
-            if self._scheduler.step() and self.on_step is not None:
-                self.on_step(time.perf_counter() - began)
-            batch = [_abort(pending) for pending in self._collector.cut]
-            self._collector.cut.clear()
+        with HeldSignals() as signals:
+            while batch or not self._scheduler.idle:
+                self._within_step = True
+                for raw in self._feed.exchange([encode(batch)] if batch else []) or ():
+                    for message in decode(raw):
+                        apply(message, self._scheduler, GROUP, 0)
+                began = time.perf_counter()
+                worked = self._scheduler.step()
+                batch = [_abort(pending) for pending in self._collector.cut]
+                self._collector.cut.clear()
+                self._within_step = False
+                if worked and self.on_step is not None:
+                    self.on_step(time.perf_counter() - began)
+                signals.deliver()
 
     def _encode(self, prompts: str | Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
         given = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -382,6 +281,3 @@ def _abort(pending: PendingReq) -> AbortMsg:
 def _kill(child: Child) -> None:
     child.process.kill()
     child.process.wait()
-
-
-__all__ = ["LLM", "GenerationOutput", "SamplingParams", "UsageError"]
