@@ -60,7 +60,10 @@ class EngineConfig:
         "auto", "type of weights and activations; auto: the model's own", choices=DTYPES
     )
     tensor_parallel_size: int = flag(1, "ranks that share one copy of the model")
-    max_running_requests: int = flag(256, "requests that run at the same time; others wait")
+    max_running_requests: int = flag(
+        256,
+        "requests that run at the same time, from the first chunk of their prompt; others wait",
+    )
     max_seq_len: int | None = flag(
         None, "longest prompt plus output, in tokens (default: what the model's config allows)"
     )
@@ -103,8 +106,8 @@ class EngineConfig:
     )
     reserve_tokens: int = flag(
         2048,
-        "output tokens for which a running request has pages reserved ahead; one that outgrows "
-        "them may be retracted and computed again later",
+        "output tokens ahead for which a request must find pages before it starts; a low number "
+        "runs more requests at once, and retracts the youngest when pages run out",
     )
     seed: int = flag(0, "seed of dummy weights, and of requests of `LLM` that give none")
     device: str = flag("auto", "auto: a GPU if there is one", choices=("auto", "cpu", "cuda"))
