@@ -211,6 +211,23 @@ def test_a_mixed_step_decodes_and_prefills_at_once() -> None:
     world.verify()
 
 
+@pytest.mark.parametrize("schedule", ["separate", "mixed"])
+def test_a_step_never_computes_more_tokens_than_its_budget(schedule: str) -> None:
+    world = World(schedule=schedule, max_prefill_tokens=5)
+    sizes, forward = [], world.engine.forward
+
+    def watched(step):  # type: ignore[no-untyped-def]
+        sizes.append(len(step.positions))
+        return forward(step)
+
+    world.engine.forward = watched  # type: ignore[method-assign]
+    for prompt in (A, B, A[::-1]):
+        world.add(prompt, max_tokens=9, ignore_eos=True)
+    world.run()
+    assert max(sizes) == 5
+    world.verify()
+
+
 def test_a_long_prompt_holds_up_decoding_when_prefill_comes_first() -> None:
     world = World(schedule="separate", max_prefill_tokens=4, overlap_scheduling=False)
     world.add(B, max_tokens=9, ignore_eos=True)
