@@ -121,6 +121,9 @@ class EngineConfig:
                 raise UsageError(f"{shown} must be {allowed}, not {getattr(self, name)!r}")
 
         for f in dataclasses.fields(self):
+            kind: Any = f.type if f.name != "memory_ratio" else float | int | None
+            expected = f.type.__name__ if isinstance(f.type, type) else str(f.type)
+            check(isinstance(getattr(self, f.name), kind), f.name, f"of type {expected}")
             choices = f.metadata.get("choices")
             if choices:
                 check(getattr(self, f.name) in choices, f.name, " or ".join(choices))

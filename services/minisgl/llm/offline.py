@@ -240,7 +240,7 @@ class LLM:
             if isinstance(prompt, str):
                 encoded.append(self._tokenizer.encode(prompt))
             elif isinstance(prompt, Sequence | np.ndarray) and all(
-                isinstance(t, int | np.integer) for t in prompt
+                isinstance(t, int | np.integer) and -(2**31) <= t < 2**31 for t in prompt
             ):
                 encoded.append([int(t) for t in cast("Sequence[int]", prompt)])
             else:

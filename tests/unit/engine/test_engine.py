@@ -1,6 +1,7 @@
 """The engine on tiny models: outputs against transformers, settings, and errors at its start."""
 
 import json
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -159,8 +160,9 @@ def test_a_prompt_that_cannot_be_computed_is_named_and_none_is_computed(llm: LLM
         llm.generate([[]], GREEDY)
     with pytest.raises(ValueError, match="prompt 0: token ids must be between"):
         llm.generate([[10**9]], GREEDY)
-    with pytest.raises(ValueError, match="prompt 0 must be a text or a list of token ids"):
-        llm.generate([5, 6], GREEDY)  # type: ignore[list-item]
+    for wrong in ([5, 6], [[10**30]]):
+        with pytest.raises(ValueError, match="prompt 0 must be a text or a list of token ids"):
+            llm.generate(wrong, GREEDY)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="2 prompts and 1 sampling parameters"):
         llm.generate(["a", "b"], [GREEDY])
     assert llm._scheduler.idle
@@ -265,6 +267,22 @@ def test_dummy_weights_need_only_a_config(tiny: Path, tmp_path: Path) -> None:
 def test_an_unknown_option_is_a_type_error_that_lists_the_options(tiny: Path) -> None:
     with pytest.raises(TypeError, match=r"no option 'pagesize'.*page_size"):
         LLM(tiny, pagesize=4)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"page_size": "4"}, "--page-size must be of type int | None, not '4'"),
+        ({"max_running_requests": 2.5}, "--max-running-requests must be of type int, not 2.5"),
+        ({"memory_ratio": "0.5"}, "--memory-ratio must be of type float | None, not '0.5'"),
+        ({"num_pages": 0}, "--num-pages must be at least 1, not 0"),
+    ],
+)
+def test_an_option_of_the_wrong_type_or_size_is_named(
+    tiny: Path, option: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        LLM(tiny, **option)
 
 
 def test_a_missing_folder_is_a_usage_error(tmp_path: Path) -> None:
