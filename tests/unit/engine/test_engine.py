@@ -3,7 +3,9 @@
 import json
 import re
 import signal
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import transformers
 from minisgl import LLM, SamplingParams
 from minisgl.config import EngineConfig, StartError, UsageError
 from minisgl.distributed import PeerError, SingleRank
+from minisgl.distributed.gloo import GlooCommunicator
 from minisgl.engine.engine import Engine
 from minisgl.engine.step import StepInput, StepOutput
 from minisgl.scheduler import integrity
@@ -240,6 +243,29 @@ def test_no_rank_loads_before_all_have_seen_their_free_memory(
     with pytest.raises(StartError, match="enough seen"):
         Engine(EngineConfig(model=str(tiny)), tiny, Watched())
     assert events == ["measure", "barrier", "load"]
+
+
+def test_all_ranks_take_the_pages_that_the_fullest_one_can_hold(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = threading.local()
+    monkeypatch.setattr("minisgl.engine.engine.free_memory", lambda: mine.free)
+    config = EngineConfig(model=str(tiny), dtype="float32", max_prefill_tokens=64)
+
+    def pages(rank: int, free: int, meet: str) -> int:
+        mine.free = free
+        comm = GlooCommunicator(f"file://{tmp_path}/{meet}", rank, 2, 60, host="127.0.0.1")
+        try:
+            return Engine(config, tiny, comm).num_pages
+        finally:
+            comm.close()
+
+    found = []
+    with ThreadPoolExecutor(2) as pool:
+        for meet, free in (("a", (2**29, 2**28)), ("b", (2**28, 2**28)), ("c", (2**29, 2**29))):
+            found.append(list(pool.map(pages, (0, 1), free, (meet, meet))))
+    assert found[0] == found[1] and found[0][0] == found[0][1]
+    assert found[0][0] < found[2][0], "memory and not the number of requests must decide here"
 
 
 def test_tables_that_no_machine_can_hold_name_the_flags(tiny: Path) -> None:
