@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 
 from minisgl.config import StartError
-from minisgl.launch.serve import bind_http, service_url
+from minisgl.gateway.listen import bind_http
+from minisgl.launch.serve import service_url
 from minisgl.rundir import RunDirectory
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -10,35 +11,21 @@ from collections.abc import Callable, Iterator
 import uvicorn
 
 from minisgl.bus import connect
-from minisgl.config import GatewayConfig, StartError, UsageError
+from minisgl.config import GatewayConfig
 from minisgl.gateway.app import build_app
+from minisgl.gateway.connection import Connection
+from minisgl.gateway.listen import bind_http
 from minisgl.gateway.service import Service
 
 log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.25
 BACKLOG = 2048
+IDLE_SECONDS = 75
+"""A connection without a request is closed after that: later than proxies, by default, do it, for
+otherwise they would now and then send a request into a connection that is just being closed."""
 CLOSE_SECONDS = 2
 """For connections that still write when the drain is over."""
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet.
-
-    Raises `UsageError` for a port that cannot be, `StartError` for an address that is taken.
-    """
-    if not 0 <= port <= 65535:
-        raise UsageError(f"--port must be between 0 (any free one) and 65535, not {port}")
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        sock = socket.socket(family, kind, proto)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-    except (OSError, UnicodeError) as error:
-        raise StartError(f"cannot listen on --host {host} --port {port}: {error}") from None
-    return sock
 
 
 class _Server(uvicorn.Server):
@@ -65,7 +52,9 @@ def run_gateway(
     from minisgl.hub import model_vocab_size, resolve_model
     from minisgl.text import load_tokenizer
 
-    own = bind(config.host, config.port) if sock is None else sock
+    own = bind_http(config.host, config.port) if sock is None else sock
+    # Each client is a file; the usual limit of 1,024 is for programs that use select().
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     try:
         folder = resolve_model(config.model, files="tokenizer")
         tokenizer = load_tokenizer(folder)
@@ -95,6 +84,9 @@ async def serve(
         server = _Server(
             uvicorn.Config(
                 build_app(service),
+                http=Connection,
+                ws="none",
+                timeout_keep_alive=IDLE_SECONDS,
                 log_config=None,
                 access_log=False,
                 server_header=False,

@@ -9,11 +9,11 @@ from typing import Any
 from minisgl.config import (
     EngineConfig,
     GatewayConfig,
-    StartError,
     UsageError,
     WorkerConfig,
     flag,
 )
+from minisgl.gateway.listen import bind_http
 from minisgl.hub import require_tokenizer, resolve_model
 from minisgl.launch.supervisor import ChildSpec, Supervisor, minisgl_command
 from minisgl.rundir import RunDirectory
@@ -59,35 +59,6 @@ class LocalGatewayConfig(GatewayConfig):
     )
     drain_seconds: float | None = flag(
         15.0, "time to finish open streams after SIGTERM or Ctrl-C, in seconds"
-    )
-
-
-def bind_http(host: str, port: int) -> socket.socket:
-    """The service's socket, bound but not listening: connections are refused until it is ready.
-
-    Raises `StartError` if the address cannot be had.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except (OSError, UnicodeError) as error:
-        raise StartError(f"--host {host!r} is no address of this machine: {error}") from None
-    reason = ""
-    # Without SO_REUSEADDR the address is ours alone from now on; with it, two services that start
-    # at the same time could both have it. It is needed only where an old connection lingers.
-    for reuse in (False, True):
-        bound = socket.socket(family, kind, protocol)
-        try:
-            if reuse:
-                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind(address)
-            return bound
-        except OSError as error:
-            bound.close()
-            reason = error.strerror or str(error)
-    raise StartError(
-        f"cannot listen on {host} port {port}: {reason}; choose another --port, or 0 for a free one"
     )
 
 

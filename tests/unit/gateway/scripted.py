@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from minisgl.bus.base import Bus, BusError, Entry
 from minisgl.config import GatewayConfig
 from minisgl.gateway import main
+from minisgl.gateway.listen import bind_http
 from minisgl.gateway.service import Service
 from minisgl.messages import (
     AbortMsg,
@@ -244,7 +245,7 @@ class Stage:
         self.group = ScriptedGroup(self.bus)
         self.config = GatewayConfig(bus="ipc://none", id="gw", model=MODEL, **config)
         self.service = Service(self.config, self.bus, TOKENIZER, TOKENIZER.vocab_size)
-        self._sock = main.bind("127.0.0.1", 0)
+        self._sock = bind_http("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._sock.getsockname()[1]}"
         self.code: int | None = None
         self.listens = threading.Event()
