@@ -1,5 +1,6 @@
 """What happens to every HTTP request before a route sees it: id, prefix, key, size limit."""
 
+import asyncio
 import logging
 import secrets
 import time
@@ -21,7 +22,15 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
 """Probes and scrapers need no key."""
 MAX_BODY_BYTES = 16 << 20
 """Several times the text of the longest context that models have."""
+MAX_OPEN_BYTES = 256 << 20
+"""Of the bodies of all requests that are open: what clients can make a gateway hold."""
+BODY_SECONDS = 120.0
+"""For a whole body, from its headers on."""
+SHOWN = 200
+"""Most characters of a path or an id in the log."""
 REQUEST_ID = b"x-request-id"
+CLOSE = {"Connection": "close"}
+"""For answers to what was not read to its end."""
 
 
 class Edge:
@@ -34,6 +43,7 @@ class Edge:
         self._app = app
         self._keys = keys
         self._root_path = "/" + root_path.strip("/") if root_path.strip("/") else ""
+        self.open_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -53,21 +63,23 @@ class Edge:
 
         scope = self._without_prefix(scope)
         error = self._refusal(scope["path"], headers)
+        body = _Body(self, receive)
         try:
             if error is not None:
                 await error.response()(scope, receive, send_with_id)
             else:
-                await self._app(scope, _limited(receive), send_with_id)
+                await self._app(scope, body.receive, send_with_id)
         finally:
+            self.open_bytes -= body.taken
             if scope["path"] not in OPEN_PATHS:
                 log.info(
                     "answered",
                     extra={
                         "method": scope["method"],
-                        "path": scope["path"],
+                        "path": scope["path"][:SHOWN],
                         "status": status or "none",  # none: the client left before
                         "seconds": round(time.monotonic() - started, 3),
-                        "request_id": request_id.decode("latin-1"),
+                        "request_id": request_id[:SHOWN].decode("latin-1"),
                     },
                 )
 
@@ -99,21 +111,44 @@ def _too_large() -> ApiError:
         413,
         f"The body is larger than {MAX_BODY_BYTES >> 20} MiB.",
         code="body_too_large",
-        headers={"Connection": "close"},
+        headers=CLOSE,
     )
 
 
-def _limited(receive: Receive) -> Receive:
-    """Stop reading a body without a length where it gets too large."""
-    taken = 0
+class _Body:
+    """The body of one request: its size, its time, and its share of the memory are limited."""
 
-    async def limited() -> Event:
-        nonlocal taken
-        event = await receive()
+    def __init__(self, edge: Edge, receive: Receive) -> None:
+        self.taken = 0
+        """Bytes so far."""
+        self._edge = edge
+        self._receive = receive
+        self._deadline = asyncio.get_running_loop().time() + BODY_SECONDS
+        self._whole = False
+
+    async def receive(self) -> Event:
+        """The next event. Raises `ApiError` where a limit is met, with what is not read unread."""
+        if self._whole:
+            return await self._receive()  # waits for the client to leave
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                event = await self._receive()
+        except TimeoutError:
+            raise ApiError(
+                408, f"The body did not come within {BODY_SECONDS:g} s.", headers=CLOSE
+            ) from None
         if event["type"] == "http.request":
-            taken += len(event.get("body", b""))
-            if taken > MAX_BODY_BYTES:
+            size = len(event.get("body", b""))
+            self.taken += size
+            self._edge.open_bytes += size
+            self._whole = not event.get("more_body", False)
+            if self.taken > MAX_BODY_BYTES:
                 raise _too_large()
+            if self._edge.open_bytes > MAX_OPEN_BYTES:
+                raise ApiError(
+                    429,
+                    f"The open requests hold more than {MAX_OPEN_BYTES >> 20} MiB: try later.",
+                    code="queue_full",
+                    headers=CLOSE,
+                )
         return event
-
-    return limited

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable
 
 from starlette.responses import Response
@@ -11,6 +12,8 @@ from minisgl.gateway.answers import Output, Wording
 from minisgl.gateway.calls import Call, ClientLeft
 from minisgl.gateway.errors import ApiError
 from minisgl.gateway.requests import News
+
+log = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 15.0
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -25,7 +28,7 @@ STREAM_HEADERS = [
 class Answer(Response):
     """The answer to a call. `close` is called at its end, whatever that is.
 
-    A client that reads nothing holds up only its own writer; `limit` seconds end that too.
+    A client that reads slowly holds up only its own writer; `limit` seconds end that too.
     Raises `ApiError` for an error that comes before the first byte.
     """
 
@@ -51,6 +54,8 @@ class Answer(Response):
             with contextlib.suppress(ClientLeft):
                 async with asyncio.timeout(self._limit):
                     await (self._send_stream if self._stream else self._send_whole)(send)
+        except TimeoutError:
+            log.info("gave up a client that reads too slowly", extra={"call": self._call.id})
         finally:
             watcher.cancel()
             self._close()
