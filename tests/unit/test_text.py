@@ -11,11 +11,20 @@ from unittest.mock import Mock
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import processors
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer as Backend
 
 from minisgl.config import StartError
 from minisgl.text import Tokenizer, load_tokenizer
-from tests.unit.small_tokenizers import KINDS, byte_level, gemma, llama2, suffix_bpe, word_piece
+from tests.unit.small_tokenizers import (
+    KINDS,
+    byte_level,
+    gemma,
+    llama2,
+    suffix_bpe,
+    word_piece,
+    wrap,
+)
 
 made = cache(lambda kind: kind())
 
@@ -113,6 +122,32 @@ def test_the_byte_tokens_are_those_that_the_decoder_takes_for_bytes() -> None:
     assert made(byte_level).byte_fallback_ids == frozenset()
 
 
+@pytest.mark.parametrize("kind", [byte_level, llama2, gemma], ids=lambda kind: kind.__name__)
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(text=st.text(max_size=60) | st.text(" e\u0301\u0308\u1f82a", max_size=60))
+def test_a_text_has_at_least_the_tokens_that_its_length_says(kind: Any, text: str) -> None:
+    tokenizer: Tokenizer = made(kind)
+    assert tokenizer.fewest_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
+    assert tokenizer.fewest_tokens("a" * 1000) > 100
+
+
+def test_nothing_is_said_of_the_length_where_text_may_vanish() -> None:
+    assert made(word_piece).fewest_tokens("a" * 1000) == 0
+    greedy = byte_level()
+    greedy.hf.add_tokens([AddedToken("<end>", rstrip=True)])
+    assert len(greedy.encode("<end>" + " " * 1000)) == 1
+    assert greedy.fewest_tokens("a" * 1000) == 0
+
+
+def test_bytes_that_a_vocabulary_lacks_are_not_counted() -> None:
+    backend = Backend(models.BPE({"a": 0, "b": 1}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    poor = wrap(backend)
+    assert poor.encode("c\x04\u00e9" * 1000) == [] and poor.fewest_tokens("c\x04\u00e9" * 1000) == 0
+    assert poor.fewest_tokens("ac" * 1000) == 1000 / len("<unk>")
+
+
 def test_half_a_surrogate_pair_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="character 1"):
         made(byte_level).encode("a\ud800")
@@ -125,14 +160,14 @@ class PanicException(BaseException):
 @pytest.mark.parametrize("failure", [PanicException("at lib.rs"), Exception("no [UNK]")])
 def test_a_failure_inside_of_the_tokenizer_is_a_value_error(failure: BaseException) -> None:
     tokenizer: Any = byte_level()
-    tokenizer._fast = Mock(encode=Mock(side_effect=failure))
+    tokenizer._fast = Mock(encode_batch_fast=Mock(side_effect=failure))
     with pytest.raises(ValueError, match="cannot be tokenized"):
         tokenizer.encode("a")
 
 
 def test_an_interrupt_is_not_taken_for_a_failure_of_the_text() -> None:
     tokenizer: Any = byte_level()
-    tokenizer._fast = Mock(encode=Mock(side_effect=KeyboardInterrupt))
+    tokenizer._fast = Mock(encode_batch_fast=Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         tokenizer.encode("a")
 

@@ -154,11 +154,14 @@ class Service:
     def start(self, prefix: str, prompts: list[Prompt], samplings: list[SamplingParams]) -> Call:
         """Send each prompt with each of the samplings, as one call.
 
-        Raises `ApiError` if nobody can serve it (503) or too many wait already (429).
+        Raises `ApiError` if nobody can serve it (503), it cannot fit (400) or too many wait
+        already (429).
         """
         error = self.missing()
         if error is not None:
             raise error
+        for prompt in prompts:
+            self._check_length(prompt)
         count = len(prompts) * len(samplings)
         limit = self.config.max_queued_requests
         if count > limit:
@@ -190,6 +193,28 @@ class Service:
         self.calls.add(call)
         self._flush()
         return call
+
+    def _check_length(self, prompt: Prompt) -> None:
+        """Refuse at once what is too long beyond doubt; the tokenizer says the rest.
+
+        To encode megabytes takes seconds, in a process that may have text of others to decode, and
+        each choice would carry its copy there. Of a template it is assumed that it keeps most of
+        what it is given.
+        """
+        limit = self.fleet.max_model_len
+        if prompt.ids is not None:
+            tokens, at_least = len(prompt.ids) // 4, ""
+        else:
+            texts = [m["content"] for m in prompt.messages or ()] or [prompt.text or ""]
+            tokens, at_least = self.tokenizer.fewest_tokens("".join(texts)), "at least "
+        if limit is not None and tokens >= limit:
+            raise ApiError(
+                400,
+                f"the prompt has {at_least}{tokens} tokens, and the model's context length is "
+                f"{limit} tokens for the prompt and at least one of output",
+                param="prompt" if prompt.messages is None else "messages",
+                code="context_length_exceeded",
+            )
 
     def end(self, call: Call) -> None:
         """The answer is written or given up: what still runs for it is aborted."""
