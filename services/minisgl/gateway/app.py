@@ -2,6 +2,9 @@
 
 import asyncio
 import secrets
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -75,20 +78,22 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 
 def _add_probes(app: FastAPI, service: Service) -> None:
-    @app.get("/health")
+    probe = partial(app.api_route, methods=["GET", "HEAD"])  # some load balancers ask by HEAD
+
+    @probe("/health")
     async def health() -> Response:
         """Whether this process takes requests: the readiness of its pod."""
         if service.draining:
             return ApiError(503, "This gateway is shutting down.", code="shutting_down").response()
         return _json({"status": "ok"})
 
-    @app.get("/ready")
+    @probe("/ready")
     async def ready() -> Response:
         """Whether a request would be served now."""
         error = service.missing()
         return _json({"status": "ready"}) if error is None else error.response()
 
-    @app.get("/metrics")
+    @probe("/metrics")
     async def metrics() -> Response:
         """The metrics of this gateway and of all groups, for Prometheus."""
         return Response(
@@ -97,6 +102,12 @@ def _add_probes(app: FastAPI, service: Service) -> None:
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
+    # One at a time: megabytes of text take seconds and, while they are at it, gigabytes.
+    encoder = ThreadPoolExecutor(1, "tokenize")
+
+    async def encoded(encode: Callable[..., list[int]], *args: Any) -> list[int]:
+        return await asyncio.get_running_loop().run_in_executor(encoder, encode, *args)
+
     def card() -> dict[str, Any]:
         return {
             "id": service.model,
@@ -125,10 +136,10 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         try:
             if body.messages is not None:
                 messages = [message.plain() for message in body.messages]
-                ids = await asyncio.to_thread(service.tokenizer.encode_chat, messages)
+                ids = await encoded(service.tokenizer.encode_chat, messages)
             else:
                 special = body.add_special_tokens is not False
-                ids = await asyncio.to_thread(service.tokenizer.encode, body.prompt or "", special)
+                ids = await encoded(service.tokenizer.encode, body.prompt or "", special)
         except ValueError as error:
             param = "prompt" if body.messages is None else "messages"
             raise bad_request(param, str(error)) from None
@@ -179,8 +190,9 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         ]
         echoes = []
         if body.echo:
+            decode = service.tokenizer.decode
             echoes = [
-                given if isinstance(given, str) else service.tokenizer.decode(given, False)
+                given if isinstance(given, str) else await asyncio.to_thread(decode, given, False)
                 for given in body.prompt
             ]
         call = service.start("cmpl", prompts, samplings)

@@ -76,7 +76,24 @@ class Metrics:
 
     def exposition(self) -> bytes:
         """The text format of Prometheus."""
-        return generate_latest(self.registry)
+        return generate_latest(_WithoutBirths(self.registry))
+
+
+class _WithoutBirths(CollectorRegistry):
+    """A registry without the `_created` samples, which no query of a dashboard wants.
+
+    The library's own switch is one for the whole process.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__()
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics, each without the time of its birth."""
+        for metric in self._registry.collect():
+            metric.samples = [s for s in metric.samples if not s.name.endswith("_created")]
+            yield metric
 
 
 class _Groups(Collector):

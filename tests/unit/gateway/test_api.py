@@ -210,6 +210,7 @@ def test_metrics_exist_from_the_start_and_count_a_request_once(stage: Stage) -> 
     ):  # fmt: skip
         assert f"minisgl_{name}" in before, name
     assert before["minisgl_prompt_tokens_total"] == 0
+    assert not [name for name in before if name.endswith("_created")]
     assert before["minisgl_kv_pages_total"] == 64 and before["minisgl_step_seconds_count"] == 3
     stage.group.cached_tokens = 2
     stage.chat(n=2, max_tokens=5)

@@ -13,8 +13,8 @@ import httpx
 import openai
 import pytest
 
-from minisgl.config import StartError, UsageError
-from minisgl.gateway import main
+from minisgl.config import UsageError
+from minisgl.gateway import connection, edge
 from minisgl.gateway.auth import Keys
 from minisgl.messages import (
     AuditMsg,
@@ -26,7 +26,7 @@ from minisgl.messages import (
     pack_ids,
     unpack_ids,
 )
-from tests.support import metrics, wait_until
+from tests.support import metrics, open_files, wait_until
 from tests.unit.gateway.scripted import (
     INCARNATION,
     MAX_MODEL_LEN,
@@ -381,16 +381,6 @@ def test_a_second_gateway_of_the_same_id_ends_this_one(stage: Stage) -> None:
     soon(lambda: stage.code == 1)
 
 
-def test_an_address_that_is_taken_is_an_error_of_the_start(stage: Stage) -> None:
-    port = int(stage.url.rpartition(":")[2])
-    with pytest.raises(StartError, match=f"--port {port}"):
-        main.bind("127.0.0.1", port)
-    with pytest.raises(StartError, match="--host"):
-        main.bind("no.such.host.invalid", 1)
-    with pytest.raises(UsageError, match="--port"):
-        main.bind("127.0.0.1", 99999)
-
-
 # --- the edge -------------------------------------------------------------------------------
 
 
@@ -474,3 +464,133 @@ def test_a_long_answer_is_clipped_at_the_length_of_the_model(stage: Stage) -> No
     answer = stage.chat(max_tokens=5000)
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage.total_tokens == MAX_MODEL_LEN
+
+
+# --- clients that want too much -------------------------------------------------------------
+
+
+def until_closed(sock: socket.socket) -> bytes:
+    """What comes until the gateway closes the connection."""
+    received = b""
+    while piece := sock.recv(1 << 16):
+        received += piece
+    return received
+
+
+def head(request: bytes) -> tuple[int, dict[str, Any]]:
+    """(Status, the error) of a raw answer."""
+    top, _, body = request.partition(b"\r\n\r\n")
+    assert b"x-request-id: " in top and b"connection: close" in top.lower()
+    return int(top.split()[1]), json.loads(body)["error"]
+
+
+def test_headers_without_an_end_are_refused(stage: Stage) -> None:
+    sock = stage.connect()
+    sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * 1000)
+    for _ in range(2000):
+        try:
+            sock.sendall(b"a" * 1000)
+        except OSError:
+            break
+    status, error = head(until_closed(sock))
+    assert status == 431 and "64 KiB" in error["message"]
+    assert stage.http.get("/health", headers={"x-long": "a" * 60_000}).status_code == 200
+
+
+def test_what_is_no_http_is_an_error_in_the_same_shape(stage: Stage) -> None:
+    sock = stage.connect()
+    sock.sendall(b"\x16\x03\x01 hello\r\n\r\n")
+    assert head(until_closed(sock))[0] == 400
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost:"])
+def test_a_connection_without_a_whole_head_is_closed_in_time(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.2)
+    sock = stage.connect()
+    sock.sendall(sent)
+    assert until_closed(sock) == b""
+
+
+def test_a_connection_may_be_used_again_after_a_pause(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.2)
+    sock = stage.connect()
+    for _ in range(2):
+        sock.sendall(b"HEAD /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert sock.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        sock.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            sock.recv(1)
+        sock.settimeout(20)
+
+
+def test_a_body_that_does_not_come_is_a_408(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edge, "BODY_SECONDS", 0.2)
+    sock = stage.connect()
+    sock.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Content-Length: 50\r\n\r\n{"
+    )
+    assert head(until_closed(sock))[0] == 408
+
+
+def test_open_requests_may_not_hold_more_than_so_much(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(edge, "MAX_OPEN_BYTES", 3000)
+    stage.group.pause_after = 2
+    first = raw_post(stage, chat_body(user="x" * 2500))
+    soon(lambda: stage.group.runs == 1)
+    refused = stage.post(CHAT, chat_body(user="x" * 1000))
+    assert refused.status_code == 429 and refused.json()["error"]["code"] == "queue_full"
+    assert refused.headers["retry-after"]
+    first.close()
+    soon(lambda: not stage.service.calls)
+    stage.group.pause_after = None
+    soon(lambda: stage.post(CHAT, chat_body(user="x" * 2500)).status_code == 200)
+
+
+@pytest.mark.parametrize("pause_after", [None, 100])
+def test_a_client_that_never_reads_is_cut_off(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, pause_after: int | None
+) -> None:
+    monkeypatch.setattr(connection, "STALL_SECONDS", 0.2)
+    stage.group.react = lambda message: _in_large_pieces(stage, message)
+    stage.group.pause_after = pause_after
+    files = open_files(os.getpid())
+    sock = raw_post(stage, chat_body(stream=True))
+    soon(lambda: stage.group.runs == 1)
+    soon(lambda: open_files(os.getpid()) == files + 1)  # this end of the connection
+    soon(lambda: not stage.service.calls)
+    assert not until_closed(sock).endswith(b"0\r\n\r\n")
+
+
+def test_a_prompt_that_cannot_fit_never_reaches_a_tokenizer(stage: Stage) -> None:
+    longest = len("<unk>")  # of all tokens of this tokenizer
+    long = "x" * (MAX_MODEL_LEN * longest)
+    half = {"role": "user", "content": long[: len(long) // 2]}
+    for path, body, param in (
+        (CHAT, chat_body(messages=[half, half], n=128), "messages"),
+        ("/v1/completions", {"model": MODEL, "prompt": ["a", long]}, "prompt"),
+        ("/v1/completions", {"model": MODEL, "prompt": [5] * MAX_MODEL_LEN}, "prompt"),
+    ):
+        refused = stage.post(path, body)
+        error = refused.json()["error"]
+        assert refused.status_code == 400 and error["code"] == "context_length_exceeded"
+        assert error["param"] == param and error["message"].count(str(MAX_MODEL_LEN)) == 2
+    assert stage.bus.of(TokenizeMsg) == [] and not stage.service.calls
+    assert (
+        stage.post("/v1/completions", {"model": MODEL, "prompt": long[:-longest]}).status_code
+        == 400
+    )
+    assert len(stage.bus.of(TokenizeMsg)) == 1
+
+
+def test_load_balancers_may_ask_by_head(stage: Stage) -> None:
+    for path in ("/health", "/ready", "/metrics"):
+        answer = stage.http.head(path)
+        assert answer.status_code == 200 and answer.content == b""
+    assert set(stage.http.post("/health").headers["allow"].split(", ")) == {"GET", "HEAD"}
