@@ -160,10 +160,15 @@ class WorkerConfig:
     id: str = "0"
     model: str
     heartbeat_timeout_seconds: float = flag(
-        30.0, "silence after which another worker is taken for dead, in seconds"
+        30.0,
+        "silence after which another worker is taken for dead, and its requests are computed "
+        "again, in seconds",
     )
     drain_seconds: float | None = flag(
-        None, "time to finish open work after SIGTERM, in seconds (default: half the heartbeat)"
+        None,
+        "time to finish open work after SIGTERM, in seconds; a gateway then ends what is left "
+        "with an error, others hand it to a worker that stays (default: half of "
+        "--heartbeat-timeout-seconds)",
     )
     pod: str = flag("", "name of the pod, shown in this worker's state")
     bus_password_file: str | None = flag(
@@ -207,16 +212,21 @@ class GatewayConfig(WorkerConfig):
     )
     root_path: str = flag("", "prefix that a proxy leaves on every path, such as /qwen")
     max_queued_requests: int = flag(
-        1024, "requests that may wait for their first token; one more is answered 429"
+        1024,
+        "choices of requests that may wait for their first token; one more is answered 429",
     )
     request_timeout_seconds: float = flag(
-        600.0, "time after which an unfinished request is ended, in seconds"
+        3600.0,
+        "time from the arrival of a request to its last token, in seconds, waiting and replays "
+        "included; then it ends with a 504, or an error in its stream",
     )
     max_attempts: int = flag(
         3, "tries of a request in a row without a new token before an error is sent"
     )
     replay_wait_seconds: float = flag(
-        600.0, "time that an accepted request waits for a group to come back, in seconds"
+        600.0,
+        "time that an accepted request waits while no group takes it, in seconds; then it ends "
+        "with a 503, or an error in its stream",
     )
 
     def __post_init__(self) -> None:
