@@ -1,6 +1,8 @@
 """Types of the flags of benchmarks, for argparse."""
 
 import argparse
+import os
+from pathlib import Path
 
 
 def token_range(text: str) -> tuple[int, int]:
@@ -42,6 +44,19 @@ def share(text: str) -> float:
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"must be between 0 and 1, not {text!r}")
     return value
+
+
+def output_file(text: str) -> str:
+    """A file that can be written: said before a long run, not after it."""
+    path = Path(text)
+    folder = path.parent
+    if (
+        path.is_dir()
+        or not folder.is_dir()
+        or not os.access(path if path.exists() else folder, os.W_OK)
+    ):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: check the folder")
+    return text
 
 
 def lengths(text: str) -> tuple[int, ...]:

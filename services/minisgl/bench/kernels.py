@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from minisgl.bench import ending_on_signals
-from minisgl.bench.arguments import positive
+from minisgl.bench.arguments import output_file, positive
 from minisgl.bench.stats import write_json
 from minisgl.config import UsageError
 from minisgl_kernels import radix
@@ -87,7 +87,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0.5,
         help="time for each measurement, in seconds (default: 0.5)",
     )
-    parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="write all figures to this file"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from minisgl.bench import ending_on_signals
-from minisgl.bench.arguments import lengths, positive_int, token_range
+from minisgl.bench.arguments import lengths, output_file, positive_int, token_range
 from minisgl.bench.stats import summary, table, write_json
 from minisgl.cli.flags import add_flags, from_args
 from minisgl.config import EngineConfig, UsageError
@@ -81,7 +81,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     fake.add_argument(
         "--steps", type=positive_int, default=1000, help="steps to time in a run (default: 1000)"
     )
-    parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="write all figures to this file"
+    )
     add_flags(parser, EngineConfig, "engine")
 
 

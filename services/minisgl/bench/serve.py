@@ -11,7 +11,7 @@ from collections import Counter
 from tqdm import tqdm
 
 from minisgl.bench import ending_on_signals
-from minisgl.bench.arguments import positive, positive_int, share, token_range
+from minisgl.bench.arguments import output_file, positive, positive_int, share, token_range
 from minisgl.bench.client import Generator, Load, look_at, plan
 from minisgl.bench.plot import check_plotting, plot_served
 from minisgl.bench.server import Server
@@ -92,8 +92,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="longest silence within a request, in seconds (default: 600)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of lengths and arrivals (default: 0)")
-    parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
-    parser.add_argument("--plot", metavar="FILE.png", help="write a picture to this file")
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="write all figures to this file"
+    )
+    parser.add_argument(
+        "--plot", type=output_file, metavar="FILE.png", help="write a picture to this file"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
