@@ -25,9 +25,13 @@ def resolve_model(
     detokenizers need. Raises `UsageError` for a folder that is missing or is no model and for a
     repository that does not exist, `StartError` for a download that failed.
     """
-    local = Path(model).expanduser()
-    if model.startswith((".", "/", "~")) or local.exists():
-        return _checked_folder(model, local)
+    try:
+        local = Path(model).expanduser()
+        if model.startswith((".", "/", "~")) or local.exists():
+            return _checked_folder(model, local)
+    except (OSError, RuntimeError) as error:  # no such user, too long a name, a closed folder
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"model folder {model[:100]!r} cannot be used: {reason}") from None
     if not _REPO_ID.fullmatch(model):
         raise UsageError(
             f"model {model!r} is neither an existing folder nor a Hugging Face id such as "

@@ -155,6 +155,8 @@ def test_python_dash_m_is_the_same_program() -> None:
     (["serve", "/no/such/folder", "--port", "0"], "/no/such/folder"),
     (["generate", "m", "p", "--temperature", "3"], "--temperature must be between 0 and 2"),
     (["generate", "/no/such/folder", "p"], "/no/such/folder"),
+    (["bench", "offline", "--json", "/no/such/folder/x"], "'/no/such/folder/x' cannot be written"),
+    (["bench", "serve", "--url", "http://x", "--plot", "/tmp"], "'/tmp' cannot be written"),
 ])  # fmt: skip
 def test_wrong_arguments_end_with_2_and_one_line_that_names_them(
     argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
@@ -540,6 +542,9 @@ def test_in_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_the_chat(chat_server: 
     terminal.wait_for("lines")
     terminal.type("\r")
     terminal.wait_for("|two")
+    terminal.wait_for(PROMPT)
+    terminal.type("/reset\r")
+    terminal.wait_for("A new conversation.")
     terminal.wait_for(PROMPT)
     terminal.type("half\x03")  # Ctrl-C at the prompt drops the line
     terminal.wait_for(PROMPT)

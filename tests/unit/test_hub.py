@@ -58,6 +58,13 @@ def test_a_folder_or_file_that_is_no_model_says_what_to_give(tmp_path: Path) -> 
             resolve_model(str(path))
 
 
+@pytest.mark.parametrize("model", ["~no-such-user-here/x", "/" + "a" * 5000, "a" * 5000])
+def test_a_path_that_cannot_be_looked_at_is_one_line(model: str) -> None:
+    with pytest.raises(UsageError, match="cannot be used") as caught:
+        resolve_model(model)
+    assert len(str(caught.value)) < 300
+
+
 @pytest.mark.parametrize("model", ["a/b/c", "", "with space/x", "s3://bucket/x"])
 def test_what_is_neither_a_path_nor_an_id_is_refused(model: str) -> None:
     with pytest.raises(UsageError):

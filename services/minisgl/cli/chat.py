@@ -145,7 +145,8 @@ def _talk(args: argparse.Namespace, url: str) -> int:
         interactive = sys.stdin.isatty() and sys.stdout.isatty()
         if interactive:
             print(f"{model}. {HELP}")
-        return _loop(talk, _terminal_questions() if interactive else _piped_questions())
+            return _loop(talk, _terminal_questions(), reset="A new conversation.\n")
+        return _loop(talk, _piped_questions())
 
 
 def _first_model(client: "httpx.Client") -> str:
@@ -162,13 +163,14 @@ def _first_model(client: "httpx.Client") -> str:
         raise StartError(f"{client.base_url} is not an OpenAI-compatible server") from None
 
 
-def _loop(talk: Conversation, questions: Iterator[str]) -> int:
+def _loop(talk: Conversation, questions: Iterator[str], reset: str = "") -> int:
     code = 0
     for question in questions:
         if question == "/exit":
             break
         if question == "/reset":
             talk.reset()
+            print(reset, end="", flush=True)
             continue
         code = 0
         try:
