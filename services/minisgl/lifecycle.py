@@ -141,7 +141,9 @@ def report(name: str, message: str) -> None:
         sys.stderr.flush()
 
 
-_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {
+    "message", "asctime", "taskName", "color_message",  # the last one is uvicorn's
+}  # fmt: skip
 
 
 class LogFormatter(logging.Formatter):

@@ -78,7 +78,8 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 
 def _add_probes(app: FastAPI, service: Service) -> None:
-    probe = partial(app.api_route, methods=["GET", "HEAD"])  # some load balancers ask by HEAD
+    # Some load balancers ask by HEAD. (FastAPI cannot describe two methods of one route.)
+    probe = partial(app.api_route, methods=["GET", "HEAD"], include_in_schema=False)
 
     @probe("/health")
     async def health() -> Response:

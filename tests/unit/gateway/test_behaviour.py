@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import socket
 import threading
 import time
@@ -65,7 +66,7 @@ def test_a_streaming_client_that_leaves_is_aborted_at_its_source(stage: Stage) -
     with stage.http.stream("POST", CHAT, json=chat_body(stream=True)) as answer:
         lines = answer.iter_lines()
         next(lines)
-    soon(lambda: aborted(stage.bus) == [(1, 1)], stage.bus.sent)
+    soon(lambda: set(aborted(stage.bus)) == {(1, 1)}, stage.bus.sent)
     soon(lambda: len(stage.service.requests) == 0 and not stage.service.calls)
     assert metrics(stage.url)["minisgl_requests_total"] == 1
 
@@ -75,7 +76,7 @@ def test_a_blocking_client_that_leaves_is_aborted_too(stage: Stage) -> None:
     sock = raw_post(stage, chat_body(n=2))
     soon(lambda: stage.service.requests.waiting == 0 and stage.group.runs == 2)
     sock.close()
-    soon(lambda: aborted(stage.bus) == [(1, 1), (1, 2)], stage.bus.sent)
+    soon(lambda: set(aborted(stage.bus)) == {(1, 1), (1, 2)}, stage.bus.sent)
 
 
 def test_a_client_that_leaves_before_any_reply_is_aborted_when_the_first_comes(
@@ -487,11 +488,10 @@ def head(request: bytes) -> tuple[int, dict[str, Any]]:
 def test_headers_without_an_end_are_refused(stage: Stage) -> None:
     sock = stage.connect()
     sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * 1000)
-    for _ in range(2000):
-        try:
-            sock.sendall(b"a" * 1000)
-        except OSError:
-            break
+    sent = 0
+    while not select.select([sock], [], [], 0.02)[0]:  # what it has not read would break the answer
+        assert sent < 4 * connection.MAX_HEAD_BYTES
+        sent += sock.send(b"a" * 4000)
     status, error = head(until_closed(sock))
     assert status == 431 and "64 KiB" in error["message"]
     assert stage.http.get("/health", headers={"x-long": "a" * 60_000}).status_code == 200
