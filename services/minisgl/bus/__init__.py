@@ -1,8 +1,11 @@
 """The bus: messages between workers, over ZMQ on one machine or Redis streams in a cluster."""
 
 from minisgl.bus.base import TOK, Bus, Entry, detok_queue, reply_queue, req_queue
+from minisgl.config import UsageError, WorkerConfig
 
-__all__ = ["TOK", "Bus", "Entry", "connect", "detok_queue", "reply_queue", "req_queue"]
+__all__ = [
+    "TOK", "Bus", "Entry", "connect", "connect_worker", "detok_queue", "reply_queue", "req_queue",
+]  # fmt: skip
 
 
 def connect(
@@ -19,8 +22,6 @@ def connect(
     `worker` names this worker among those that share a queue; `silence` is the heartbeat time-out
     in seconds. The files are read again at each connection. Raises `UsageError` for any other URL.
     """
-    from minisgl.config import UsageError
-
     if url.startswith("ipc://"):
         from minisgl.bus.zmq import ZmqBus
 
@@ -44,6 +45,18 @@ def connect(
         )
     raise UsageError(
         f"--bus must be ipc://DIR, redis://... or rediss://..., not {shown_url(url)!r}"
+    )
+
+
+def connect_worker(config: WorkerConfig) -> Bus:
+    """The bus that a worker's config names, as that worker. Raises `UsageError`."""
+    return connect(
+        config.bus,
+        config.service,
+        worker=config.id,
+        silence=config.heartbeat_timeout_seconds,
+        password_file=config.bus_password_file,
+        ca_file=config.bus_ca_file,
     )
 
 

@@ -34,6 +34,10 @@ class BusError(Exception):
     """The bus does not answer or takes nothing. The caller may try the same again."""
 
 
+REPLACED_CODE = 5
+"""The exit code of a process whose place another one has taken."""
+
+
 class ReplacedError(Exception):
     """Another process has taken this worker's place: this one must end."""
 
@@ -61,6 +65,8 @@ class Bus(ABC):
 
     errors: int = 0
     """Entries that could not be read since the start."""
+    congested: bool = False
+    """What was sent cannot leave at present: say nothing that can be said later."""
 
     @abstractmethod
     def subscribe(self, queue: str) -> None:

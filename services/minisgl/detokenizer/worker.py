@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
-from minisgl.bus import TOK, Bus, connect, detok_queue, reply_queue
+from minisgl.bus import TOK, Bus, connect_worker, detok_queue, reply_queue
 from minisgl.config import WorkerConfig
 from minisgl.detokenizer.stream import TextStream
 from minisgl.hub import model_vocab_size, resolve_model
@@ -220,6 +220,10 @@ class DetokenizerCore:
             )  # fmt: skip
             out.append((reply_queue(name), audit))
 
+    def give_up(self, message: Message) -> list[Addressed]:
+        """Nothing: its queue hands each entry out once."""
+        return []
+
     def tick(self) -> None:
         """Let go of what has been silent for twice the heartbeat's time-out."""
         oldest = self._clock() - self._silence
@@ -274,7 +278,7 @@ def run_detokenizer(
     folder = resolve_model(config.model, files="tokenizer")
     tokenizer = load_tokenizer(folder)
     own_bus = bus is None
-    bus = bus if bus is not None else connect(config.bus, config.service)
+    bus = bus if bus is not None else connect_worker(config)
     try:
         cores: list[Core] = [DetokenizerCore(tokenizer, config.heartbeat_timeout_seconds)]
         bus.subscribe(detok_queue(config.id))

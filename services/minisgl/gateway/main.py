@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import uvicorn
 
-from minisgl.bus import connect
+from minisgl.bus import connect_worker
 from minisgl.config import GatewayConfig
 from minisgl.gateway.app import build_app
 from minisgl.gateway.connection import Connection
@@ -59,7 +59,7 @@ def run_gateway(
         folder = resolve_model(config.model, files="tokenizer")
         tokenizer = load_tokenizer(folder)
         vocabulary = model_vocab_size(folder) or tokenizer.vocab_size
-        service = Service(config, connect(config.bus, config.service), tokenizer, vocabulary)
+        service = Service(config, connect_worker(config), tokenizer, vocabulary)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(serve(service, own, listen_when_ready, on_ready))
     finally:

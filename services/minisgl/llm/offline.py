@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from minisgl.config import EngineConfig, StartError
-from minisgl.distributed import Communicator, PeerError
+from minisgl.distributed import PeerError
 from minisgl.hub import resolve_model
 from minisgl.launch.serve import as_arguments
 from minisgl.launch.supervisor import Child, ChildSpec, minisgl_command
@@ -37,7 +37,8 @@ from minisgl.messages import (
 )
 from minisgl.rundir import RunDirectory
 from minisgl.scheduler.feed import Feed, make_feed
-from minisgl.scheduler.main import PATIENCE_SECONDS, make_engine, meet
+from minisgl.scheduler.group import PATIENCE_SECONDS, LocalMembers
+from minisgl.scheduler.main import make_engine
 from minisgl.scheduler.rank import apply
 from minisgl.scheduler.request import PendingReq
 from minisgl.scheduler.scheduler import Scheduler
@@ -156,8 +157,8 @@ class LLM:
         directory = RunDirectory.create()
         self._closers.callback(directory.release)
         self._children = self._start_ranks(f"ipc://{directory.path}", size)
-        comm: Communicator = self._while_ranks_live(
-            lambda: meet(self.config, directory.path, GROUP, 0)
+        comm, endpoint = self._while_ranks_live(
+            lambda: LocalMembers(directory.path, GROUP, 0, size).meet(0)
         )
         self._closers.callback(comm.close)
         engine = make_engine(self.config, comm, progress=False)
@@ -165,7 +166,7 @@ class LLM:
         self._collector = Collector(self._tokenizer)
         self._scheduler = Scheduler(self.config, engine, self._collector)
         self._collector.scheduler = self._scheduler
-        self._feed: Feed = make_feed(comm, directory.path, GROUP, PATIENCE_SECONDS)
+        self._feed: Feed = make_feed(comm, endpoint, PATIENCE_SECONDS)
         self._closers.callback(self._feed.close)
         comm.barrier()
         self._closers.callback(self._stop_ranks)

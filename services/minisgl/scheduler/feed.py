@@ -5,7 +5,6 @@ bytes as they are; every rank decodes them for itself. The number is what keeps 
 a rank that waits for it knows that nothing of this step is missing.
 """
 
-from pathlib import Path
 from typing import Protocol
 
 import zmq
@@ -78,8 +77,6 @@ class PubSubFeed:
         self._context.destroy(linger=0)
 
 
-def make_feed(comm: Communicator, directory: Path, group: str, timeout: float) -> Feed:
-    """The feed of ranks that share a host; its socket is in `directory`."""
-    if comm.size == 1:
-        return SingleFeed()
-    return PubSubFeed(comm, f"ipc://{directory}/feed.{group}", timeout)
+def make_feed(comm: Communicator, endpoint: str, timeout: float) -> Feed:
+    """This rank's end; rank 0 listens at `endpoint`. Made by all ranks at the same time."""
+    return SingleFeed() if comm.size == 1 else PubSubFeed(comm, endpoint, timeout)

@@ -5,25 +5,23 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from minisgl.bus import connect, req_queue
-from minisgl.config import EngineConfig, RankConfig, UsageError, new_boot
-from minisgl.distributed import Communicator, PeerError, SingleRank
+from minisgl.bus import Bus, connect_worker, req_queue
+from minisgl.bus.background import BackgroundBus
+from minisgl.bus.base import REPLACED_CODE, ReplacedError
+from minisgl.config import EngineConfig, RankConfig, new_boot
+from minisgl.distributed import Communicator, PeerError
 from minisgl.engine.step import StepEngine
 from minisgl.hub import resolve_model
 from minisgl.messages import GroupLoad, WorkerState
 from minisgl.scheduler.feed import make_feed
+from minisgl.scheduler.group import PATIENCE_SECONDS, LocalMembers, Members
 from minisgl.scheduler.output import NullSink
 from minisgl.scheduler.rank import Rank
 from minisgl.scheduler.replies import ReplySink
 from minisgl.scheduler.scheduler import Scheduler
+from minisgl.scheduler.watchdog import PEER_LOST_CODE, Watchdog
 
 _log = logging.getLogger(__name__)
-
-PATIENCE_SECONDS = 7 * 24 * 3600.0
-"""How long ranks wait for each other: a peer that is gone shows as a closed connection at once, and
-a start that takes too long is ended by who started it."""
-
-PEER_LOST_CODE = 3
 
 
 def run_engine(
@@ -32,55 +30,61 @@ def run_engine(
     on_ready: Callable[[], None] | None = None,
     stop: threading.Event | None = None,
 ) -> int:
-    """Serve as one rank until `stop` (rank 0) or until rank 0 stops; the exit code.
+    """Serve as one rank until the group has drained after `stop`; the exit code.
 
     Raises `UsageError` or `StartError` for a start that failed.
     """
-    if not config.bus.startswith("ipc://"):
-        raise UsageError(f"--bus must be ipc://DIR, not {config.bus!r}")
-    directory = Path(config.bus.removeprefix("ipc://"))
     stop = stop or threading.Event()
-    bus = connect(config.bus, config.service)
-    boot, incarnation = new_boot(), 0
-    comm = meet(config.engine, directory, config.group, config.tp_rank)
+    boot, incarnation = new_boot(), new_boot() >> 1  # 63 bits: it travels as one integer
+    watchdog = Watchdog(config.heartbeat_timeout_seconds)
+    members, bus = _members_and_bus(config, boot, watchdog)
+    first = config.tp_rank == 0
+    beats = iter(range(1, 2**63))
+
+    def state(load: GroupLoad | None) -> WorkerState:
+        return WorkerState(
+            role="rank",
+            id=f"{config.group}/{config.tp_rank}",
+            boot=boot,
+            beat=next(beats),
+            pod=config.pod,
+            draining=stop.is_set(),
+            load=load,
+        )
+
+    comm: Communicator | None = None
     try:
-        engine = make_engine(config.engine, comm, revision=config.revision or None)
-        incarnation = _agree(comm, new_boot() >> 1)
-        if config.tp_rank == 0:
+        if first:
             bus.subscribe(req_queue(config.group, incarnation))
-            rows = config.engine.max_running_requests + 1
-            sink: ReplySink | None = ReplySink(bus, config.group, incarnation, rows)
-        else:
-            sink = None
+        if isinstance(bus, BackgroundBus):
+            bus.start(receives=first)
+        bus.publish_state(state(None))
+        comm, endpoint = members.meet(incarnation)
+        engine = make_engine(config.engine, comm, revision=config.revision or None)
+        incarnation = comm.broadcast_int(incarnation)
+        rows = config.engine.max_running_requests + 1
+        sink = ReplySink(bus, config.group, incarnation, rows) if first else None
         scheduler = Scheduler(config.engine, engine, sink or NullSink())
         if sink is not None:
             sink.scheduler = scheduler
-        feed = make_feed(comm, directory, config.group, PATIENCE_SECONDS)
-        beats = iter(range(1, 2**63))
-
-        def state(load: GroupLoad | None) -> WorkerState:
-            return WorkerState(
-                role="rank",
-                id=f"{config.group}/{config.tp_rank}",
-                boot=boot,
-                beat=next(beats),
-                pod=config.pod,
-                draining=stop.is_set(),
-                load=load,
-            )
-
+        feed = make_feed(comm, endpoint, PATIENCE_SECONDS)
         rank = Rank(
             scheduler,
             feed,
             group=config.group,
             incarnation=incarnation,
-            bus=bus if sink is not None else None,
+            bus=bus if first else None,
             sink=sink,
             state=state,
             publish=bus.publish_state,
+            turn=watchdog.turn,
+            drain_seconds=config.drain,
         )
-        bus.publish_state(state(rank.load() if sink is not None else None))
         comm.barrier()
+        members.formed()
+        bus.publish_state(state(rank.load() if first else None))
+        if isinstance(bus, BackgroundBus):
+            watchdog.start()
         if on_ready is not None:
             on_ready()
         rank.run(stop.is_set)
@@ -88,24 +92,31 @@ def run_engine(
     except PeerError as error:
         _log.error("%s: this rank cannot go on without it", error)
         return PEER_LOST_CODE
+    except ReplacedError as error:
+        _log.error("%s", error)
+        return REPLACED_CODE
     finally:
+        watchdog.stop()
         bus.close()
-        comm.close()
+        members.close()
+        if comm is not None:
+            comm.close()
     return 0
 
 
-def meet(config: EngineConfig, directory: Path, group: str, rank: int) -> Communicator:
-    """This rank's end of its group; waits for the others. They meet at a file in `directory`."""
-    size = config.tensor_parallel_size
-    if not 0 <= rank < size:
-        raise UsageError(f"--tp-rank must be between 0 and {size - 1}, not {rank}")
-    if size == 1:
-        return SingleRank()
-    from minisgl.distributed.gloo import GlooCommunicator
+def _members_and_bus(
+    config: RankConfig, boot: int, watchdog: Watchdog
+) -> tuple[Members, Bus | BackgroundBus]:
+    """On one machine the launcher watches the ranks; in a cluster they fence themselves."""
+    size = config.engine.tensor_parallel_size
+    bus = connect_worker(config)
+    if config.bus.startswith("ipc://"):
+        directory = Path(config.bus.removeprefix("ipc://"))
+        return LocalMembers(directory, config.group, config.tp_rank, size), bus
+    from minisgl.scheduler.cluster import RedisMembers
 
-    return GlooCommunicator(
-        f"file://{directory}/rendezvous.{group}", rank, size, PATIENCE_SECONDS, host="127.0.0.1"
-    )
+    members = RedisMembers(config, boot)
+    return members, BackgroundBus(bus, each_second=members.each_second, guard=watchdog.check)
 
 
 def make_engine(
@@ -136,8 +147,3 @@ def _fake_engine(config: EngineConfig, folder: Path) -> StepEngine:
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
     )
-
-
-def _agree(comm: Communicator, incarnation: int) -> int:
-    """Rank 0's incarnation on every rank: 63 bits, so that it travels as one integer."""
-    return comm.broadcast_int(incarnation)

@@ -5,12 +5,13 @@ import logging
 import time
 from collections.abc import Callable
 
-from minisgl.bus import Bus
+from minisgl.bus import Bus, Entry
 from minisgl.messages import (
     STEP_BUCKETS,
     AbortMsg,
     GroupLoad,
     Message,
+    Route,
     UserMsg,
     WorkerState,
     decode,
@@ -66,8 +67,14 @@ class Rank:
         sink: ReplySink | None = None,
         state: Callable[[GroupLoad | None], WorkerState],
         publish: Callable[[WorkerState], None],
+        turn: Callable[[], None] = lambda: None,
+        drain_seconds: float = 0.0,
     ) -> None:
-        """`bus` and `sink` are rank 0's. `state` makes this rank's state, `publish` shows it."""
+        """`bus` and `sink` are rank 0's. `state` makes this rank's state, `publish` shows it.
+
+        `turn` is called at the start of each round. Once the group leaves, it hands back after
+        `drain_seconds` what it still holds, if another group lives.
+        """
         self._scheduler = scheduler
         self._feed = feed
         self._group = group
@@ -81,12 +88,18 @@ class Rank:
         self._next_second = 0.0
         self._unchecked = True
         self._injected: list[bytes] = []
+        self._turn = turn
+        self._drain_seconds = drain_seconds
+        self._drain_until: float | None = None
+        self._states: list[WorkerState] = []
+        self._peer_leaves = False
 
-    def run(self, stopping: Callable[[], bool]) -> None:
-        """Until rank 0 stops: when `stopping()` is true there. Raises `PeerError` alone."""
+    def run(self, asked: Callable[[], bool]) -> None:
+        """Until the group has drained: `asked()` of any rank makes it begin. Raises `PeerError`."""
         while True:
+            self._turn()
             raws = self._receive() if self._bus is not None else []
-            entries = self._feed.exchange(None if self._bus is not None and stopping() else raws)
+            entries = self._feed.exchange(None if self._left(asked) else raws)
             if entries is None:
                 return
             for raw in entries:
@@ -123,7 +136,8 @@ class Rank:
             return []
         entries = self._bus.receive(0 if not self._scheduler.idle else self._until_next_second())
         self._bus.ack(entries)
-        raws, self._injected = [*self._injected, *(e.raw for e in entries)], []
+        taken = [self._without_new(e) if self._drain_until is not None else e.raw for e in entries]
+        raws, self._injected = [*self._injected, *taken], []
         return raws
 
     def _until_next_second(self) -> float:
@@ -139,9 +153,44 @@ class Rank:
             self._unchecked = False
             integrity.check(self._scheduler)
         if self._bus is not None and self._sink is not None:
-            states = self._bus.read_states()
-            self._sink.audit(states)
-            self._drop_orphans(states)
+            self._states = self._bus.read_states()
+            mine = f"{self._group}/"
+            self._peer_leaves = any(s.draining and s.id.startswith(mine) for s in self._ranks())
+            if not self._bus.congested:
+                self._sink.audit(self._states)
+            self._drop_orphans(self._states)
+
+    def _left(self, asked: Callable[[], bool]) -> bool:
+        """Rank 0: whether the group has ended. It takes nothing new once a rank was asked to go."""
+        if self._bus is None or self._sink is None:
+            return False
+        now = time.monotonic()
+        if self._drain_until is None:
+            if not asked() and not self._peer_leaves:
+                return False
+            self._drain_until = now + self._drain_seconds
+            self._next_second = now  # show it, and look who is there
+            _log.info("draining group=%s requests=%d", self._group, self._scheduler.running)
+        if self._scheduler.idle and not self._injected:
+            return True
+        others = (s.load for s in self._ranks() if s.load is not None and not s.draining)
+        if now < self._drain_until or not any(load.group != self._group for load in others):
+            return False
+        self._sink.hand_back()
+        return True
+
+    def _ranks(self) -> list[WorkerState]:
+        return [s for s in self._states if s.role == "rank"]
+
+    def _without_new(self, entry: Entry) -> bytes:
+        """The entry without requests, which go back to be computed elsewhere."""
+        kept: list[Message] = []
+        for message in entry.messages:
+            if isinstance(message, UserMsg) and self._sink is not None:
+                self._sink.refuse_for_now(message)
+            else:
+                kept.append(message)
+        return encode(kept)
 
     def _drop_orphans(self, states: list[WorkerState]) -> None:
         """Free the requests of gateways that were replaced: nobody waits for them.
@@ -149,10 +198,16 @@ class Rank:
         The aborts go through the feed, as every rank must drop them in the same step.
         """
         boots = {s.id: s.boot for s in states if s.role == "gateway"}
+        leaving = self._drain_until is not None
+
+        def orphaned(route: Route) -> bool:
+            # A gateway that is not shown may only be cut off, unless everything ends.
+            return boots.get(route.gateway, 0 if leaving else route.boot) != route.boot
+
         orphans: list[Message] = [
             AbortMsg(uid=p.uid, attempt=p.attempt, run=p.run)
             for p in self._scheduler.held()
-            if p.route is not None and boots.get(p.route.gateway, p.route.boot) != p.route.boot
+            if p.route is not None and orphaned(p.route)
         ]
         if orphans:
             _log.info("aborting requests=%d of gateways that were replaced", len(orphans))

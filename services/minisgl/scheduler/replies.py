@@ -17,6 +17,7 @@ from minisgl.messages import (
     Opening,
     Route,
     Source,
+    UserMsg,
     UserReply,
     WorkerState,
     pack_ids,
@@ -118,6 +119,33 @@ class ReplySink:
 
     def aborted(self, pending: PendingReq) -> None:
         pass  # the gateway asked for it
+
+    def refuse_for_now(self, message: UserMsg) -> None:
+        """The group leaves and takes nothing new: the gateway is to ask again."""
+        reply = UserReply(
+            uid=message.uid,
+            attempt=message.attempt,
+            boot=message.route.boot,
+            pos=len(message.output_ids) // 4,
+            text_at=message.sent_chars,
+            again="refused",
+            why=f"group {self._group} is leaving",
+        )
+        self._bus.send(reply_queue(message.route.gateway), [reply])
+
+    def hand_back(self) -> None:
+        """The group leaves: everything it holds is to be computed elsewhere."""
+        for pending in self.scheduler.held():
+            route = _route(pending)
+            reply = UserReply(
+                uid=pending.uid,
+                attempt=pending.attempt,
+                boot=route.boot,
+                source=self._source(pending.run),
+                again="handback",
+                why=f"group {self._group} is leaving",
+            )
+            self._bus.send(reply_queue(route.gateway), [reply])
 
     def audit(self, states: Iterable[WorkerState]) -> None:
         """Tell every gateway what is held for it, behind the replies that were sent before."""

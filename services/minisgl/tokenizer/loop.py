@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Literal, Protocol
 
 from minisgl.bus import Bus, Entry
-from minisgl.bus.base import BusError
+from minisgl.bus.base import REPLACED_CODE, BusError, ReplacedError
 from minisgl.config import WorkerConfig, new_boot
 from minisgl.messages import Message, WorkerState
 
@@ -23,6 +23,9 @@ _QUIET_SECONDS = 0.3
 _RETRY_SECONDS = 0.5
 """Pause between two tries on a bus that does not answer."""
 
+POISONOUS = 3
+"""An entry handed out so often without an end ends those that take it."""
+
 Addressed = tuple[str, Message]
 """(queue, message) to send."""
 
@@ -36,6 +39,9 @@ class Core(Protocol):
 
     def handle(self, message: Message) -> list[Addressed]:
         """What follows from one message. Raises `ValueError` for a malformed one."""
+
+    def give_up(self, message: Message) -> list[Addressed]:
+        """The answer to a message that has ended everybody who took it."""
 
     def tick(self) -> None:
         """Called each second."""
@@ -61,13 +67,26 @@ def run_loop(
     on_ready: Callable[[], None] | None = None,
     stop: threading.Event | None = None,
 ) -> int:
-    """Turn until `stop` is set and the work is done; returns the exit code 0.
+    """Turn until `stop` is set and the work is done; returns the exit code.
 
     All entries of one `receive` are handled, then what follows goes out as one entry a queue, then
     they are acknowledged: a crash in between repeats, and loses nothing. A bus that does not
     answer is waited for; what could not be sent is sent then.
     """
-    stop = stop or threading.Event()
+    try:
+        return _turn(config, bus, cores, on_ready, stop or threading.Event())
+    except ReplacedError as error:
+        log.error("%s", error)
+        return REPLACED_CODE
+
+
+def _turn(
+    config: WorkerConfig,
+    bus: Bus,
+    cores: Sequence[Core],
+    on_ready: Callable[[], None] | None,
+    stop: threading.Event,
+) -> int:
     by_kind = {kind: core for core in cores for kind in core.handles}
     states = [
         WorkerState(role=core.role, id=config.id, boot=new_boot(), beat=0, pod=config.pod)
@@ -100,19 +119,22 @@ def run_loop(
             entries = bus.receive(_WAIT_SECONDS)
         if entries:
             heard = time.monotonic()
-            send_all(bus, _handled(by_kind, (m for e in entries for m in e.messages)))
+            send_all(bus, _handled(by_kind, entries))
             with _outage("acknowledging"):  # they come again, as duplicates
                 bus.ack(entries)
 
 
-def _handled(by_kind: dict[type, Core], messages: Iterable[Message]) -> Iterable[Addressed]:
-    for message in messages:
+def _handled(by_kind: dict[type, Core], entries: Iterable[Entry]) -> Iterable[Addressed]:
+    for message, deliveries in ((m, e.deliveries) for e in entries for m in e.messages):
         core = by_kind.get(type(message))
         if core is None:
             log.warning("dropped a %s: not for this worker", type(message).__name__)
             continue
         try:
-            yield from core.handle(message)
+            if deliveries >= POISONOUS:
+                yield from core.give_up(message)
+            else:
+                yield from core.handle(message)
         except ValueError as error:
             log.warning("dropped a malformed %s: %s", type(message).__name__, error)
 

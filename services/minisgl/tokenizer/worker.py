@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
-from minisgl.bus import TOK, Bus, connect, reply_queue, req_queue
+from minisgl.bus import TOK, Bus, connect_worker, reply_queue, req_queue
 from minisgl.bus.base import BusError
 from minisgl.config import WorkerConfig
 from minisgl.hub import model_vocab_size, resolve_model
@@ -166,6 +166,15 @@ class TokenizerCore:
             running=load.running, waiting=load.waiting + sent,
         )  # fmt: skip
 
+    def give_up(self, message: Message) -> list[Addressed]:
+        """A final error: no tokenizer survives this request."""
+        if not isinstance(message, TokenizeMsg):
+            return []
+        error = ErrorInfo(
+            status=500, code="request_lost", message="No tokenizer could read this request."
+        )
+        return [(reply_queue(message.route.gateway), _reply(message, error=error))]
+
     def tick(self) -> None:
         """Nothing: it holds nothing."""
 
@@ -215,7 +224,7 @@ def run_tokenizer(
     tokenizer = load_tokenizer(folder)
     vocab_size = model_vocab_size(folder) or tokenizer.vocab_size
     own_bus = bus is None
-    bus = bus if bus is not None else connect(config.bus, config.service)
+    bus = bus if bus is not None else connect_worker(config)
     try:
         cores: list[Core] = [TokenizerCore(tokenizer, vocab_size, bus.read_states)]
         bus.subscribe(TOK)

@@ -1,0 +1,268 @@
+"""How the ranks of a group find each other: a hash in Redis, `rdzv:<group>`.
+
+Rank 0 opens an incarnation and says where it listens; each other rank joins it, once. There is no
+name to resolve and no port to agree on beforehand, and a rank of another revision stays outside.
+Everybody else learns here which incarnation of the group is the present one.
+"""
+
+import socket
+import struct
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+from redis.exceptions import RedisError
+
+from minisgl.bus.base import BusError, ReplacedError
+from minisgl.bus.redis import ANSWER_SECONDS, connection_arguments
+from minisgl.config import StartError, UsageError
+from minisgl.messages import decode_state
+
+POLL_SECONDS = 0.1
+
+_OPEN = """
+local held = redis.call('HGET', KEYS[1], 'incarnation')
+if (held or '') ~= ARGV[1] then return 0 end
+redis.call('DEL', KEYS[1])
+for i = 3, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+redis.call('EXPIRE', KEYS[1], ARGV[2])
+return 1
+"""
+"""Compare and set: a new incarnation in the place of the one that was seen, and of no other."""
+
+_JOIN = """
+if redis.call('HGET', KEYS[1], 'incarnation') ~= ARGV[1] then return -1 end
+if redis.call('HGET', KEYS[1], 'phase') ~= 'forming' then return -1 end
+return redis.call('HSETNX', KEYS[1], ARGV[2], ARGV[3])
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """One incarnation of a group, and where its rank 0 listens."""
+
+    incarnation: int
+    host: str
+    store_port: int
+    """TCP, of the store that communication groups meet at."""
+    feed_port: int
+    """TCP, where rank 0 publishes messages to the other ranks."""
+
+
+class Rendezvous:
+    """One rank's view of its group's hash. All methods may raise `BusError`: try again."""
+
+    def __init__(
+        self,
+        url: str,
+        service: str,
+        group: str,
+        *,
+        size: int,
+        revision: str,
+        silence: float,
+        password_file: str | None = None,
+        ca_file: str | None = None,
+    ) -> None:
+        arguments = connection_arguments(url, password_file, ca_file)
+        self._client = redis.Redis(**arguments, socket_timeout=ANSWER_SECONDS)
+        self._bus_host = (str(arguments.get("host", "localhost")), int(arguments.get("port", 6379)))
+        self._prefix = f"minisgl:{{{service}}}:"
+        self._group = group
+        self._key = f"{self._prefix}rdzv:{group}"
+        self._size = size
+        self._revision = revision
+        self._expire = max(2, int(10 * silence))
+        self._fields: dict[str, str] = {}
+
+    def open(self, meeting: Meeting, boot: int) -> bool:
+        """Rank 0: publish a new incarnation, forming. False: another rank 0 was faster."""
+        self._fields = {
+            "incarnation": f"{meeting.incarnation:016x}",
+            "revision": self._revision,
+            "host": meeting.host,
+            "store_port": str(meeting.store_port),
+            "feed_port": str(meeting.feed_port),
+            "phase": "forming",
+            "boot.0": f"{boot:016x}",
+        }
+        held = self._read().get("incarnation", "")
+        flat = [part for pair in self._fields.items() for part in pair]
+        return bool(self._call(lambda: self._client.eval(
+            _OPEN, 1, self._key, held, str(self._expire), *flat
+        )))  # fmt: skip
+
+    def started_anew(self) -> list[int]:
+        """Rank 0: ranks that had joined, and show another boot in their state since then."""
+        held = self._mine()
+        ranks = [r for r in range(1, self._size) if f"boot.{r}" in held]
+        if not ranks:
+            return []
+        shown: Any = self._call(lambda: self._client.mget([self._state_key(r) for r in ranks]))
+        return [
+            rank
+            for rank, data in zip(ranks, shown, strict=True)
+            if data is not None and _shown_boot(data) not in (None, held[f"boot.{rank}"])
+        ]
+
+    def formed(self) -> None:
+        """Rank 0: everybody is there and warm."""
+        self._mine()
+        self._fields["phase"] = "formed"
+        self._call(lambda: self._client.hset(self._key, "phase", "formed"))
+
+    def keep(self) -> None:
+        """Rank 0, each second: publish again after a flush.
+
+        Raises `ReplacedError` if another incarnation stands there.
+        """
+        if not self._mine():
+            mapping: Any = self._fields
+            self._call(lambda: self._client.hset(self._key, mapping=mapping))
+        self._call(lambda: self._client.expire(self._key, self._expire))
+
+    def join(self, rank: int, boot: int, *, seconds: float) -> Meeting:
+        """Another rank: wait for a forming incarnation of this revision, and join it.
+
+        `StartError` after `seconds`, with what stood there instead.
+        """
+        deadline = time.monotonic() + seconds
+        seen = "no rank 0 has opened a rendezvous"
+        while time.monotonic() < deadline:
+            try:
+                held = self._read()
+                seen = self._why_not(held, rank) if held else "no rank 0 has opened a rendezvous"
+                if held and not seen and self._joined(held, rank, boot):
+                    return _meeting(held)
+            except BusError as error:
+                seen = f"Redis does not answer: {error}"
+            time.sleep(POLL_SECONDS)
+        raise StartError(f"rank {rank} found no group to join in {seconds:g} s: {seen}")
+
+    def present(self) -> int | None:
+        """The incarnation that stands there; None: none does."""
+        held = self._read().get("incarnation")
+        return int(held, 16) if held else None
+
+    def address(self, interface: str | None) -> str:
+        """The address that rank 0 gives the others: that of `interface`, or of the way to Redis."""
+        return interface_address(interface) if interface else local_address(*self._bus_host)
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self._client.close()
+
+    def _state_key(self, rank: int) -> str:
+        return f"{self._prefix}state:rank:{self._group}/{rank}"
+
+    def _why_not(self, held: dict[str, str], rank: int) -> str:
+        if held.get("revision") != self._revision:
+            return f"the group is of revision {held.get('revision')!r}, not {self._revision!r}"
+        if held.get("phase") != "forming":
+            return "the group is formed already, and its rank 0 lives"
+        if f"boot.{rank}" in held:
+            return f"another process has joined as rank {rank}"
+        if not held.get("host"):
+            return "rank 0 gave an empty address"
+        return ""
+
+    def _joined(self, held: dict[str, str], rank: int, boot: int) -> bool:
+        return self._call(lambda: self._client.eval(
+            _JOIN, 1, self._key, held["incarnation"], f"boot.{rank}", f"{boot:016x}"
+        )) == 1  # fmt: skip
+
+    def _mine(self) -> dict[str, str]:
+        held = self._read()
+        if held and held.get("incarnation") != self._fields["incarnation"]:
+            raise ReplacedError("another rank 0 has opened a rendezvous for this group")
+        return held
+
+    def _read(self) -> dict[str, str]:
+        raw: Any = self._call(lambda: self._client.hgetall(self._key))
+        return {k.decode(errors="replace"): v.decode(errors="replace") for k, v in raw.items()}
+
+    def _call(self, work: Any) -> Any:
+        try:
+            return work()
+        except (RedisError, OSError) as error:
+            raise BusError(f"rendezvous: {error}") from error
+
+
+def _meeting(held: dict[str, str]) -> Meeting:
+    try:
+        return Meeting(
+            incarnation=int(held["incarnation"], 16),
+            host=held["host"],
+            store_port=int(held["store_port"]),
+            feed_port=int(held["feed_port"]),
+        )
+    except (KeyError, ValueError) as error:
+        raise BusError(f"rendezvous: what stands there cannot be read: {error}") from None
+
+
+def _shown_boot(data: bytes) -> str | None:
+    try:
+        return f"{decode_state(data).boot:016x}"
+    except ValueError:
+        return None
+
+
+def local_address(host: str, port: int) -> str:
+    """This machine's address on the way to a host. Nothing is sent."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise StartError(f"there is no way to {host}: {error}; give --interface") from None
+
+
+def interface_address(name: str) -> str:
+    """The IPv4 address of a network interface. Raises `UsageError` that lists the interfaces."""
+    import fcntl
+
+    siocgifaddr = 0x8915
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            packed = fcntl.ioctl(probe.fileno(), siocgifaddr, struct.pack("256s", name.encode()))
+        except OSError:
+            known = ", ".join(known for _, known in socket.if_nameindex())
+            raise UsageError(
+                f"--interface {name!r} has no IPv4 address on this host; there are: {known}"
+            ) from None
+    return socket.inet_ntoa(packed[20:24])
+
+
+def free_ports(host: str, port_range: str | None, count: int) -> list[int]:
+    """So many ports that nobody listens on, of `A-B` or anywhere. Raises `UsageError`.
+
+    They are free now and may be taken by somebody else next: who binds one tries again then.
+    """
+    candidates: Any = [0] * count
+    if port_range is not None:
+        first, _, last = port_range.partition("-")
+        try:
+            candidates = range(int(first), int(last) + 1)
+        except ValueError:
+            raise UsageError(
+                f"--port-range must be A-B, such as 29500-29599: {port_range!r}"
+            ) from None
+    found: list[int] = []
+    held: list[socket.socket] = []
+    try:
+        for port in candidates:
+            probe = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+            held.append(probe)
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+            found.append(probe.getsockname()[1])
+            if len(found) == count:
+                return found
+    finally:
+        for probe in held:
+            probe.close()
+    raise UsageError(f"--port-range {port_range} has no {count} free ports on {host}")

@@ -1,0 +1,111 @@
+"""A rank's membership in its group in a cluster: met through Redis, and left for good reasons only.
+
+Redis that is away is no such reason. Another incarnation is, and so is a rank that was started anew
+before the group was complete.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from minisgl.bus.base import REPLACED_CODE, BusError, ReplacedError
+from minisgl.bus.rendezvous import Meeting, Rendezvous, free_ports, local_address
+from minisgl.config import RankConfig, StartError
+from minisgl.distributed import Communicator, SingleRank
+from minisgl.scheduler.group import PATIENCE_SECONDS, Members, check_rank
+from minisgl.scheduler.watchdog import FORMING_CODE, leave
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+START_SECONDS = 1800.0
+"""How long a rank waits for the others to come."""
+
+
+class RedisMembers(Members):
+    """Ranks that find each other through Redis, on any hosts."""
+
+    def __init__(self, config: RankConfig, boot: int) -> None:
+        self._size = config.engine.tensor_parallel_size
+        check_rank(config.tp_rank, self._size)
+        self._config = config
+        self._rank = config.tp_rank
+        self._boot = boot
+        self._meeting: Meeting | None = None
+        self._forming = True
+        self._rendezvous = Rendezvous(
+            config.bus,
+            config.service,
+            config.group,
+            size=self._size,
+            revision=config.revision,
+            silence=config.heartbeat_timeout_seconds,
+            password_file=config.bus_password_file,
+            ca_file=config.bus_ca_file,
+        )
+
+    def meet(self, incarnation: int) -> tuple[Communicator, str]:
+        meeting = self._open(incarnation) if self._rank == 0 else self._join()
+        self._meeting = meeting
+        feed = f"tcp://{_bracketed(meeting.host)}:{meeting.feed_port}"
+        if self._size == 1:
+            return SingleRank(), feed
+        from minisgl.distributed.gloo import GlooCommunicator
+
+        if self._rank == 0:
+            here = meeting.host
+        elif self._config.interface:
+            here = self._rendezvous.address(self._config.interface)
+        else:
+            here = local_address(meeting.host, meeting.store_port)
+        store = f"tcp://{_bracketed(meeting.host)}:{meeting.store_port}"
+        comm = GlooCommunicator(store, self._rank, self._size, PATIENCE_SECONDS, host=here)
+        return comm, feed
+
+    def formed(self) -> None:
+        self._forming = False
+        if self._rank == 0:
+            self._patiently(self._rendezvous.formed)
+
+    def each_second(self) -> None:
+        meeting = self._meeting
+        if meeting is None:
+            return
+        try:
+            if self._rank == 0:
+                self._rendezvous.keep()
+                if self._forming and (anew := self._rendezvous.started_anew()):
+                    leave(FORMING_CODE, f"rank {anew[0]} was started anew while the group formed")
+            elif self._rendezvous.present() not in (None, meeting.incarnation):
+                leave(REPLACED_CODE, "the group has another incarnation")
+        except ReplacedError as error:
+            leave(REPLACED_CODE, str(error))
+
+    def close(self) -> None:
+        self._rendezvous.close()
+
+    def _open(self, incarnation: int) -> Meeting:
+        host = self._rendezvous.address(self._config.interface)
+        store_port, feed_port = free_ports(host, self._config.port_range, 2)
+        meeting = Meeting(incarnation, host, store_port, feed_port)
+        if not self._patiently(lambda: self._rendezvous.open(meeting, self._boot)):
+            raise StartError(f"another rank 0 of group {self._config.group} starts at this moment")
+        return meeting
+
+    def _join(self) -> Meeting:
+        return self._rendezvous.join(self._rank, self._boot, seconds=START_SECONDS)
+
+    def _patiently(self, work: Callable[[], T]) -> T:
+        """The result of `work`, as soon as Redis answers: it is no reason to end."""
+        while True:
+            try:
+                return work()
+            except BusError as error:
+                _log.warning("waiting for Redis: %s", error)
+                time.sleep(1.0)
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
