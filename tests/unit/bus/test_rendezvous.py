@@ -1,0 +1,140 @@
+"""How ranks find each other through Redis; needs redis-server."""
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from minisgl.bus.base import ReplacedError
+from minisgl.bus.rendezvous import Meeting, Rendezvous, free_ports, interface_address, local_address
+from minisgl.config import StartError, UsageError
+from minisgl.messages import WorkerState, encode_state
+from tests.redis_server import RedisServer
+
+KEY = "minisgl:{svc}:rdzv:g0"
+HERE = Meeting(incarnation=7, host="127.0.0.1", store_port=1, feed_port=2)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RedisServer]:
+    with RedisServer() as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _clean(server: RedisServer) -> None:
+    server.client().flushall()
+
+
+def rendezvous(server: RedisServer, size: int = 2, revision: str = "r1") -> Rendezvous:
+    return Rendezvous(server.url, "svc", "g0", size=size, revision=revision, silence=4)
+
+
+pytestmark = pytest.mark.redis
+
+
+def test_a_rank_joins_the_incarnation_that_rank_0_opens_later(server: RedisServer) -> None:
+    found: list[Meeting] = []
+    joins = threading.Thread(
+        target=lambda: found.append(rendezvous(server).join(1, 21, seconds=20))
+    )
+    joins.start()
+    first = rendezvous(server)
+    assert first.open(HERE, 20)
+    joins.join(20)
+    assert found == [HERE] and rendezvous(server).present() == 7
+    held = server.client().hgetall(KEY)
+    assert held[b"boot.1"] == b"%016x" % 21 and held[b"phase"] == b"forming"
+    first.formed()
+    assert server.client().hget(KEY, "phase") == b"formed"
+    assert 0 < server.client().ttl(KEY) <= 40
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"revision": "r0"}, "revision 'r0', not 'r1'"),
+        ({"phase": "formed"}, "formed already"),
+        ({"boot.1": "1"}, "another process has joined as rank 1"),
+        ({"host": ""}, "empty address"),
+    ],
+)
+def test_a_rank_stays_outside_of_what_is_not_its_group_and_says_why(
+    server: RedisServer, change: dict[str, str], why: str
+) -> None:
+    assert rendezvous(server).open(HERE, 20)
+    server.client().hset(KEY, mapping=change)  # type: ignore[arg-type]
+    with pytest.raises(StartError, match=why):
+        rendezvous(server).join(1, 21, seconds=0.5)
+
+
+def test_a_newer_rank_0_takes_over_and_the_older_one_learns_it(server: RedisServer) -> None:
+    old, new = rendezvous(server), rendezvous(server)
+    assert old.open(HERE, 20)
+    assert new.open(Meeting(8, "127.0.0.1", 3, 4), 30)
+    with pytest.raises(ReplacedError):
+        old.keep()
+    new.keep()
+    assert new.present() == 8
+
+
+def test_of_two_rank_0_that_open_at_once_one_fails(server: RedisServer) -> None:
+    results = []
+    barrier = threading.Barrier(8)
+
+    def open_one(number: int) -> None:
+        mine = rendezvous(server)
+        held = mine._read()
+        barrier.wait(10)
+        mine._read = lambda: held  # type: ignore[method-assign]
+        results.append(mine.open(Meeting(number, "127.0.0.1", 3, 4), number))
+
+    threads = [threading.Thread(target=open_one, args=(n,)) for n in range(1, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert sorted(results) == [False] * 7 + [True]
+
+
+def test_a_flush_brings_the_incarnation_back_within_a_second(server: RedisServer) -> None:
+    first = rendezvous(server)
+    assert first.open(HERE, 20)
+    first.formed()
+    server.client().flushall()
+    first.keep()
+    assert server.client().hget(KEY, "phase") == b"formed" and first.present() == 7
+
+
+def test_a_rank_that_was_started_anew_while_the_group_forms_is_named(server: RedisServer) -> None:
+    first = rendezvous(server)
+    assert first.open(HERE, 20)
+    assert rendezvous(server).join(1, 21, seconds=5) == HERE
+    key = "minisgl:{svc}:state:rank:g0/1"
+    for boot, want in ((21, []), (22, [1])):
+        shown = WorkerState(role="rank", id="g0/1", boot=boot, beat=1)
+        server.client().set(key, encode_state(shown))
+        assert first.started_anew() == want
+
+
+def test_ports_come_from_the_range_and_a_taken_one_is_passed_over() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        found = free_ports("127.0.0.1", f"{port}-{port + 40}", 2)
+        assert port not in found and all(port < p <= port + 40 for p in found)
+        with pytest.raises(UsageError, match="no 1 free ports"):
+            free_ports("127.0.0.1", f"{port}-{port}", 1)
+    assert len(set(free_ports("127.0.0.1", None, 2))) == 2
+    with pytest.raises(UsageError, match="must be A-B"):
+        free_ports("127.0.0.1", "many", 1)
+
+
+def test_the_address_is_that_of_the_interface_or_of_the_way() -> None:
+    assert interface_address("lo") == "127.0.0.1"
+    assert local_address("127.0.0.1", 6379) == "127.0.0.1"
+    with pytest.raises(UsageError, match=r"there are: .*lo"):
+        interface_address("nosuch0")
+    with pytest.raises(StartError, match="give --interface"):
+        local_address("no.such.host.invalid", 6379)
