@@ -24,6 +24,8 @@ import numpy.typing as npt
 FinishReason = Literal["stop", "length", "abort"]
 
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 4096
+"""Of all stop strings of a request: each choice looks for them, where all outputs are decoded."""
 MAX_TOP_LOGPROBS = 20
 
 
@@ -58,7 +60,8 @@ class SamplingParams(
     logprobs: int | None = None
     """Report each token's log probability and that of so many most likely ones, 0 to 20."""
     stop: tuple[str, ...] = ()
-    """Strings that end the output; none of them is part of it. At most 16."""
+    """Strings that end the output; none of them is part of it. At most 16, of 4096 characters
+    together."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the output, as the EOS does."""
     ignore_eos: bool = False
@@ -100,6 +103,11 @@ class SamplingParams(
             "stop",
             f"at most {MAX_STOP_STRINGS} strings, none of them empty",
         )
+        stop_chars = sum(map(len, self.stop))
+        if stop_chars > MAX_STOP_CHARS:  # not shown: it is long
+            raise ValueError(
+                f"stop must hold at most {MAX_STOP_CHARS} characters together, not {stop_chars}"
+            )
         check(all(0 <= t < 2**31 for t in self.stop_token_ids), "stop_token_ids", "ids of tokens")
         check(-(2**31) <= self.priority < 2**31, "priority", "a signed 32-bit integer")
         for token, bias in (self.logit_bias or {}).items():

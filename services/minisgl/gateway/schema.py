@@ -12,7 +12,12 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidato
 from pydantic_core import PydanticCustomError
 
 from minisgl.gateway.errors import bad_request, shown
-from minisgl.messages import MAX_STOP_STRINGS, MAX_TOP_LOGPROBS, SamplingParams
+from minisgl.messages import (
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_TOP_LOGPROBS,
+    SamplingParams,
+)
 
 MAX_CHOICES = 128
 MAX_COMPLETION_LOGPROBS = 5
@@ -58,6 +63,9 @@ def _check_stop(value: Any) -> list[str]:
         raise ValueError("must be a string or a list of strings, none of them empty")
     if len(given) > MAX_STOP_STRINGS:
         raise ValueError(f"must hold at most {MAX_STOP_STRINGS} strings, not {len(given)}")
+    chars = sum(map(len, given))
+    if chars > MAX_STOP_CHARS:
+        raise ValueError(f"must hold at most {MAX_STOP_CHARS} characters together, not {chars}")
     return given
 
 

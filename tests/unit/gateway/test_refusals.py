@@ -56,6 +56,7 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
         ({"n": 129}, "n"),
         ({"seed": 2**63}, "seed"),
         ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": ["a" * 4000, "b" * 97]}, "stop"),
         ({"stop": ""}, "stop"),
         ({"stop": ["a", 1]}, "stop"),
         ({"logit_bias": {"99999999": 1}}, "logit_bias"),
