@@ -295,6 +295,16 @@ def test_an_unreadable_state_file_is_counted_once_and_hides_no_other(short_dir: 
     bus.close()
 
 
+def test_a_state_that_cannot_be_read_at_all_hides_no_other(short_dir: Path) -> None:
+    bus = ZmqBus(short_dir)
+    bus.publish_state(state("gateway", "gw"))
+    (short_dir / f"{STATE_PREFIX}rank.g0").mkdir()
+    for _ in range(3):
+        assert [s.id for s in bus.read_states()] == ["gw"]
+    assert bus.errors == 1
+    bus.close()
+
+
 def test_a_full_disk_makes_a_worker_silent_but_does_not_end_it(
     short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -159,14 +159,13 @@ class ZmqBus(Bus):
         except FileNotFoundError:  # the service has ended around us
             return []
         for name in names:
-            path = self._directory / name
+            path, version = self._directory / name, 0
             try:
-                data, version = path.read_bytes(), path.stat().st_mtime_ns
+                version = path.stat().st_mtime_ns
+                states.append(messages.decode_state(path.read_bytes()))
             except FileNotFoundError:  # its worker has just left
                 continue
-            try:
-                states.append(messages.decode_state(data))
-            except ValueError as error:
+            except (OSError, ValueError) as error:
                 if self._unreadable.get(name) != version:  # counted once, not each second
                     self._unreadable[name] = version
                     self.errors += 1
