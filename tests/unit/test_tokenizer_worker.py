@@ -1,13 +1,16 @@
 """Prompts on their way to a group, and the answers to those that go nowhere."""
 
+import math
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from minisgl.bus import TOK, connect, reply_queue, req_queue
 from minisgl.config import WorkerConfig
@@ -22,7 +25,7 @@ from minisgl.messages import (
     pack_ids,
     unpack_ids,
 )
-from minisgl.tokenizer.worker import STATES_SECONDS, TokenizerCore, run_tokenizer
+from minisgl.tokenizer.worker import STATES_SECONDS, TokenizerCore, choose_group, run_tokenizer
 from tests.unit.small_tokenizers import byte_level, word_piece
 
 tokenizer = cache(byte_level)
@@ -164,6 +167,110 @@ def test_a_new_beat_counts_what_was_sent_before_it() -> None:
     fleet.states = [state("a", beat=2, incarnation=1, running=1), state("b", beat=2, incarnation=2)]
     fleet.now = STATES_SECONDS
     assert fleet.ask(text="x")[1].group == "b"
+
+
+# --- the choice of a group
+
+
+def load(group: str, running: int, waiting: int = 0) -> GroupLoad:
+    return GroupLoad(group=group, incarnation=1, max_model_len=64, running=running, waiting=waiting)
+
+
+@pytest.mark.parametrize(
+    ("loads", "cached", "chosen"),
+    [
+        ([], {}, None),
+        ([("a", 0)], {}, "a"),
+        ([("a", 1000)], {"a": 64}, "a"),
+        # Nobody knows the prompt: the least load, then the name.
+        ([("a", 2), ("b", 1), ("c", 3)], {}, "b"),
+        ([("b", 1), ("a", 1)], {"a": 0, "b": 0}, "a"),
+        # The longest prefix goes first, even to an idle service's busiest group.
+        ([("a", 0), ("b", 1)], {"b": 64}, "b"),
+        ([("a", 10), ("b", 10), ("c", 10)], {"a": 64, "b": 192, "c": 128}, "b"),
+        ([("b", 3), ("a", 3)], {"a": 64, "b": 64}, "a"),
+        # Limit of 9 + 1 requests on two groups: ceil(6.25) = 7.
+        ([("a", 6), ("b", 3)], {"a": 64}, "a"),
+        ([("a", 7), ("b", 2)], {"a": 64}, "b"),
+        # The best is overloaded: the next best that is not.
+        ([("a", 20), ("b", 10), ("c", 9)], {"a": 640, "b": 64}, "b"),
+        # A group that left is no candidate, whatever it had.
+        ([("a", 5)], {"gone": 6400}, "a"),
+    ],
+)
+def test_the_group_that_knows_most_is_chosen_unless_it_is_overloaded(
+    loads: list[tuple[str, int]], cached: dict[str, int], chosen: str | None
+) -> None:
+    group = choose_group([load(name, running) for name, running in loads], cached)
+    assert (group and group.group) == chosen
+
+
+def test_waiting_requests_count_like_running_ones() -> None:
+    assert choose_group([load("a", 1, 6), load("b", 2)], {"a": 64}) == load("b", 2)
+
+
+@given(
+    st.lists(st.integers(0, 50), min_size=1, max_size=8),
+    st.lists(st.integers(0, 7), max_size=300),
+    st.integers(0, 7),
+)
+def test_no_group_is_overloaded_though_all_prompts_share_one_prefix(
+    running: list[int], ends: list[int], popular: int
+) -> None:
+    """Requests come, and after each of them one may end anywhere."""
+    cached = {f"g{popular % len(running)}": 640}
+    for end in [*ends, *range(8)]:
+        loads = [load(f"g{i}", n) for i, n in enumerate(running)]
+        chosen = choose_group(loads, cached)
+        assert chosen is not None
+        at = int(chosen.group[1:])
+        running[at] += 1
+        assert running[at] <= math.ceil(1.25 * sum(running) / len(running))
+        running[end % len(running)] = max(0, running[end % len(running)] - 1)
+
+
+def test_a_popular_prefix_keeps_to_its_group_as_long_as_that_is_not_overloaded() -> None:
+    running = [0, 0, 0, 0]
+    for _ in range(400):
+        chosen = choose_group([load(f"g{i}", n) for i, n in enumerate(running)], {"g2": 64})
+        assert chosen is not None
+        running[int(chosen.group[1:])] += 1
+    assert running[2] == 125 and min(running) >= 91
+
+
+def known_prefixes(fleet: Fleet, cached: dict[str, int]) -> list[tuple[list[str], list[int]]]:
+    asked: list[tuple[list[str], list[int]]] = []
+
+    def look_up(groups: Sequence[str], ids: Sequence[int]) -> dict[str, int]:
+        asked.append((list(groups), list(ids)))
+        return cached
+
+    fleet.core = TokenizerCore(
+        tokenizer(), 300, lambda: fleet.states, lambda: fleet.now, cached=look_up
+    )
+    return asked
+
+
+def test_with_two_groups_the_one_that_knows_the_prompt_gets_it() -> None:
+    fleet = Fleet(state("a", incarnation=1), state("b", incarnation=2))
+    asked = known_prefixes(fleet, {"a": 0, "b": 64})
+    assert fleet.ask(prompt_ids=pack_ids([4, 5]))[0] == req_queue("b", 2)
+    assert asked == [(["a", "b"], [4, 5])]
+
+
+def test_what_was_sent_just_now_counts_against_a_popular_group() -> None:
+    fleet = Fleet(state("a", incarnation=1), state("b", incarnation=2))
+    known_prefixes(fleet, {"b": 64})
+    chosen = [fleet.ask(text="x")[1].group for _ in range(8)]
+    assert (chosen[0], chosen.count("b")) == ("b", 5)
+
+
+@pytest.mark.parametrize("states", [[], [state()], [state(), state("b", draining=True)]])
+def test_where_there_is_no_choice_nothing_is_looked_up(states: list[WorkerState]) -> None:
+    fleet = Fleet(*states)
+    asked = known_prefixes(fleet, {})
+    fleet.ask(text="x")
+    assert asked == []
 
 
 # --- the process

@@ -1,5 +1,7 @@
 """Who owns each page of the KV cache: the free list, the prefix cache, or one running request."""
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -13,11 +15,20 @@ Ids = npt.NDArray[np.int32]
 class CacheManager:
     """Hands out pages and takes them back; evicts prefixes when the free list runs out."""
 
-    def __init__(self, num_pages: int, page_size: int, prefix: PrefixCache, table: TableManager):
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        prefix: PrefixCache,
+        table: TableManager,
+        on_kept: Callable[[Ids], None] | None = None,
+    ) -> None:
+        """`on_kept` is told the tokens of each prefix that was put into the cache, as a copy."""
         self.num_pages = num_pages
         self.page_size = page_size
         self.prefix = prefix
         self._table = table
+        self._on_kept = on_kept
         self._free = np.arange(num_pages - 1, -1, -1, dtype=np.int32)  # a stack of page numbers
         self._num_free = num_pages
 
@@ -104,6 +115,8 @@ class CacheManager:
         self.prefix.lock(done.handle)
         self.prefix.unlock(old)
         req.handle = done.handle
+        if self._on_kept is not None:
+            self._on_kept(self._table.token_pool[row, : done.handle.cached_len].copy())
 
     def release(self, req: Req, length: int) -> None:
         """Take the pages of a request that is over; its first `length` tokens may be reused.
@@ -118,6 +131,8 @@ class CacheManager:
         self._put(owned[old.cached_len : done.present])
         self._put(owned[max(done.handle.cached_len, old.cached_len) :])
         self.prefix.unlock(old)
+        if self._on_kept is not None:
+            self._on_kept(self._table.token_pool[row, : done.handle.cached_len].copy())
 
     def free_list(self) -> Ids:
         """The pages that nobody owns, for the integrity check."""

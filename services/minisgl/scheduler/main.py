@@ -4,6 +4,7 @@ import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from minisgl.bus import Bus, connect_worker, req_queue
 from minisgl.bus.background import BackgroundBus
@@ -20,6 +21,9 @@ from minisgl.scheduler.rank import Rank
 from minisgl.scheduler.replies import ReplySink
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.watchdog import PEER_LOST_CODE, Watchdog
+
+if TYPE_CHECKING:
+    from minisgl.bus.prefixes import PrefixPublisher
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +57,7 @@ def run_engine(
         )
 
     comm: Communicator | None = None
+    prefixes: PrefixPublisher | None = None
     try:
         if first:
             bus.subscribe(req_queue(config.group, incarnation))
@@ -64,7 +69,10 @@ def run_engine(
         incarnation = comm.broadcast_int(incarnation)
         rows = config.engine.max_running_requests + 1
         sink = ReplySink(bus, config.group, incarnation, rows) if first else None
-        scheduler = Scheduler(config.engine, engine, sink or NullSink())
+        if first and isinstance(bus, BackgroundBus):
+            prefixes = _prefix_publisher(config, engine, watchdog)
+        on_kept = None if prefixes is None else prefixes.add
+        scheduler = Scheduler(config.engine, engine, sink or NullSink(), on_kept)
         if sink is not None:
             sink.scheduler = scheduler
         feed = make_feed(comm, endpoint, PATIENCE_SECONDS)
@@ -97,6 +105,8 @@ def run_engine(
         return REPLACED_CODE
     finally:
         watchdog.stop()
+        if prefixes is not None:
+            prefixes.close()
         bus.close()
         members.close()
         if comm is not None:
@@ -117,6 +127,18 @@ def _members_and_bus(
 
     members = RedisMembers(config, boot)
     return members, BackgroundBus(bus, each_second=members.each_second, guard=watchdog.check)
+
+
+def _prefix_publisher(
+    config: RankConfig, engine: StepEngine, watchdog: Watchdog
+) -> "PrefixPublisher":
+    """What tells the tokenizers which prefixes this group has, started."""
+    from minisgl.bus.prefixes import PrefixPublisher
+
+    tokens = engine.num_pages * engine.page_size
+    publisher = PrefixPublisher(config, config.group, tokens, guard=watchdog.check)
+    publisher.start()
+    return publisher
 
 
 def make_engine(

@@ -11,7 +11,7 @@ already, is then `dead`, and keeps its row and its pages until that step's resul
 there is one owner of each release, whatever the order of ends, aborts and results.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,14 @@ from minisgl.scheduler.table import TableManager
 class Scheduler:
     """Requests in, tokens out, one `step` at a time."""
 
-    def __init__(self, config: EngineConfig, engine: StepEngine, sink: OutputSink) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        engine: StepEngine,
+        sink: OutputSink,
+        on_kept: Callable[[Ids], None] | None = None,
+    ) -> None:
+        """`on_kept` is told the tokens of each prefix that goes into the prefix cache."""
         self._config = config
         self._engine = engine
         self._sink = sink
@@ -40,7 +47,7 @@ class Scheduler:
         self.max_model_len = min(engine.max_seq_len, engine.num_pages * engine.page_size)
         self.table = TableManager(config.max_running_requests, engine.max_seq_len)
         prefix = PREFIX_CACHES[config.cache_type](engine.page_size)
-        self.cache = CacheManager(engine.num_pages, engine.page_size, prefix, self.table)
+        self.cache = CacheManager(engine.num_pages, engine.page_size, prefix, self.table, on_kept)
         self.prefill = PrefillManager()
         self.decode = DecodeManager(self.table, self.cache, config.reserve_tokens)
         self._by_uid: dict[bytes, PendingReq] = {}

@@ -7,8 +7,8 @@ that the workers publish.
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from typing import Literal
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
 
 from minisgl.bus import TOK, Bus, connect_worker, reply_queue, req_queue
 from minisgl.bus.base import BusError
@@ -28,6 +28,9 @@ from minisgl.messages import (
 from minisgl.text import Tokenizer, load_tokenizer
 from minisgl.tokenizer.loop import Addressed, Core, run_loop
 
+if TYPE_CHECKING:
+    from minisgl.bus.prefixes import PrefixLookup
+
 STATES_SECONDS = 0.2
 """How long states that were read are good: they change each second."""
 
@@ -40,18 +43,41 @@ class _Refusal(Exception):
         self.info = ErrorInfo(status=400, message=message, code=code, param=param)
 
 
-def choose_group(loads: Sequence[GroupLoad], prompt_ids: Sequence[int]) -> GroupLoad | None:
-    """The group with the fewest requests, the first by name among equals; None if there is none.
+def choose_group(loads: Sequence[GroupLoad], cached: Mapping[str, int]) -> GroupLoad | None:
+    """The group that knows most of the prompt, among those that are not overloaded; None: no group.
 
-    `prompt_ids` is for a choice by cached prefixes.
+    `cached` gives by group the tokens of the prompt that it has in its prefix cache (missing: 0).
+    Of equals it is the one with fewer requests, then the first by name.
+
+    The load of a group is what runs and waits there, with what was sent since it last said so. One
+    request more must leave it within 1.25 times the mean, rounded up, with that request counted:
+
+        load + 1 <= ceil(1.25 * (sum of all loads + 1) / number of groups)
+
+    A group with the least load always is: its load + 1 is at most the mean, rounded up. So there
+    is a choice whenever there is a group, and no prefix, however popular, makes one group a queue
+    while others idle. (Mirrokni, Thorup, Zadimoghaddam: Consistent hashing with bounded loads.)
     """
-    return min(loads, key=lambda g: (g.running + g.waiting, g.group), default=None)
+    total = sum(map(_load, loads))
+    # In whole numbers: ceil(5 (total + 1) / 4 n).
+    limit = -(-5 * (total + 1) // (4 * len(loads))) if loads else 0
+    return min(
+        (group for group in loads if _load(group) + 1 <= limit),
+        key=lambda group: (-cached.get(group.group, 0), _load(group), group.group),
+        default=None,
+    )
+
+
+def _load(group: GroupLoad) -> int:
+    return group.running + group.waiting
 
 
 class TokenizerCore:
     """Turns prompts into ids for the group that takes them.
 
-    `vocab_size` is the number of rows of the model's embedding: a larger id is refused.
+    `vocab_size` is the number of rows of the model's embedding: a larger id is refused. `cached`
+    says how many tokens of a prompt each of these groups has in its prefix cache; it is asked only
+    if there is a choice.
     """
 
     role: Literal["tokenizer", "detokenizer"] = "tokenizer"
@@ -63,7 +89,9 @@ class TokenizerCore:
         vocab_size: int,
         read_states: Callable[[], list[WorkerState]],
         clock: Callable[[], float] = time.monotonic,
+        cached: Callable[[Sequence[str], Sequence[int]], Mapping[str, int]] | None = None,
     ) -> None:
+        self._cached = cached
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._read_states = read_states
@@ -81,7 +109,7 @@ class TokenizerCore:
         to_gateway = reply_queue(message.route.gateway)
         try:
             param, ids = self._prompt_ids(message)
-            group = choose_group(self._loads(), ids)
+            group = self._choose(ids)
             if group is None:
                 return [(to_gateway, _reply(message, again="refused", why="no group is ready"))]
             if len(ids) >= group.max_model_len:
@@ -106,6 +134,13 @@ class TokenizerCore:
             sampling=message.sampling,
         )
         return [(req_queue(group.group, group.incarnation), request)]
+
+    def _choose(self, ids: Sequence[int]) -> GroupLoad | None:
+        loads = self._loads()
+        cached: Mapping[str, int] = {}
+        if self._cached is not None and len(loads) > 1:
+            cached = self._cached([load.group for load in loads], ids)
+        return choose_group(loads, cached)
 
     def _prompt_ids(self, message: TokenizeMsg) -> tuple[str, list[int]]:
         """(The API's name of the prompt, its ids), checked."""
@@ -225,10 +260,25 @@ def run_tokenizer(
     vocab_size = model_vocab_size(folder) or tokenizer.vocab_size
     own_bus = bus is None
     bus = bus if bus is not None else connect_worker(config)
+    lookup = _prefix_lookup(config)
     try:
-        cores: list[Core] = [TokenizerCore(tokenizer, vocab_size, bus.read_states)]
+        cached = None if lookup is None else lookup.cached
+        cores: list[Core] = [
+            TokenizerCore(tokenizer, vocab_size, bus.read_states, cached=cached),
+        ]
         bus.subscribe(TOK)
         return run_loop(config, bus, cores, on_ready=on_ready, stop=stop)
     finally:
+        if lookup is not None:
+            lookup.close()
         if own_bus:
             bus.close()
+
+
+def _prefix_lookup(config: WorkerConfig) -> "PrefixLookup | None":
+    """On one machine there is one group, and nothing to look up."""
+    if config.bus.startswith("ipc://"):
+        return None
+    from minisgl.bus.prefixes import PrefixLookup
+
+    return PrefixLookup(config)
