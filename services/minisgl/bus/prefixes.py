@@ -34,7 +34,7 @@ MAX_HASHES = 65_536
 PUBLISH_SECONDS = 1.0
 RETRY_SECONDS = 5.0
 """After a failure everything is published again, but a full Redis is not sent 1 MB each second."""
-WAITING_ARRAYS = 4096
+WAITING_PREFIXES = 4096
 """Most prefixes that wait to be hashed, while Redis is away; the oldest are dropped."""
 HASHES_AT_ONCE = 4096
 """In one command: Redis serves nobody else meanwhile."""
@@ -125,7 +125,7 @@ class PrefixPublisher:
         self._key = _key(config.service, group)
         self._expire = max(2, int(10 * config.heartbeat_timeout_seconds))
         self._recent = RecentHashes(max(1, min(MAX_HASHES, cache_tokens // BLOCK)))
-        self._waiting: deque[Ids] = deque(maxlen=WAITING_ARRAYS)
+        self._waiting: deque[tuple[Ids, Ids]] = deque(maxlen=WAITING_PREFIXES)
         self._guard = guard
         self._anew = True
         self._end = threading.Event()
@@ -135,15 +135,15 @@ class PrefixPublisher:
         """From now on the set is this incarnation's."""
         self._thread.start()
 
-    def add(self, ids: Ids) -> None:
-        """These tokens are in the cache. They must not change any more; nothing waits here."""
-        if len(ids) >= BLOCK:
-            self._waiting.append(ids)
+    def add(self, prompt: Ids, output: Ids) -> None:
+        """Both together are in the cache. They must not change any more; nothing waits here."""
+        if len(prompt) + len(output) >= BLOCK:
+            self._waiting.append((prompt, output))
 
     def publish(self) -> None:
         """Tell Redis what was added. Raises `RedisError` and `OSError`; the next call mends it."""
         while self._waiting:
-            self._recent.use(block_hashes(self._waiting.popleft()))
+            self._recent.use(block_hashes(np.concatenate(self._waiting.popleft())))
             # The step loop may have waited for the interpreter's lock: it gets it here.
             time.sleep(0)
         added, removed = self._recent.take()

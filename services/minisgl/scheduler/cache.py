@@ -10,6 +10,11 @@ from minisgl.scheduler.request import Req
 from minisgl.scheduler.table import TableManager
 
 Ids = npt.NDArray[np.int32]
+OnKept = Callable[[Ids, Ids], None]
+"""Is told each prefix that was put into the cache: its tokens of the input, those of the output.
+
+They do not change any more. It is called in the step loop, and must not wait or compute.
+"""
 
 
 class CacheManager:
@@ -21,9 +26,8 @@ class CacheManager:
         page_size: int,
         prefix: PrefixCache,
         table: TableManager,
-        on_kept: Callable[[Ids], None] | None = None,
+        on_kept: OnKept | None = None,
     ) -> None:
-        """`on_kept` is told the tokens of each prefix that was put into the cache, as a copy."""
         self.num_pages = num_pages
         self.page_size = page_size
         self.prefix = prefix
@@ -115,8 +119,7 @@ class CacheManager:
         self.prefix.lock(done.handle)
         self.prefix.unlock(old)
         req.handle = done.handle
-        if self._on_kept is not None:
-            self._on_kept(self._table.token_pool[row, : done.handle.cached_len].copy())
+        self._report(req, done.handle.cached_len)
 
     def release(self, req: Req, length: int) -> None:
         """Take the pages of a request that is over; its first `length` tokens may be reused.
@@ -131,12 +134,17 @@ class CacheManager:
         self._put(owned[old.cached_len : done.present])
         self._put(owned[max(done.handle.cached_len, old.cached_len) :])
         self.prefix.unlock(old)
-        if self._on_kept is not None:
-            self._on_kept(self._table.token_pool[row, : done.handle.cached_len].copy())
+        self._report(req, done.handle.cached_len)
 
     def free_list(self) -> Ids:
         """The pages that nobody owns, for the integrity check."""
         return self._free[: self._num_free]
+
+    def _report(self, req: Req, length: int) -> None:
+        if self._on_kept is not None:
+            # The input is never written to; the row is the next request's soon.
+            ids = req.pending.input_ids[:length]
+            self._on_kept(ids, self._table.token_pool[req.row, len(ids) : length].copy())
 
     def _put(self, slots: Ids) -> None:
         """Back to the free list, whole pages given as slots."""

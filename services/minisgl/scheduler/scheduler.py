@@ -11,7 +11,7 @@ already, is then `dead`, and keeps its row and its pages until that step's resul
 there is one owner of each release, whatever the order of ends, aborts and results.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from minisgl.engine.step import StepEngine, StepOutput
 from minisgl.kvcache import PREFIX_CACHES
 from minisgl.messages import ErrorInfo, FinishReason, Route, SamplingParams
 from minisgl.scheduler.batch import Batch, make_batch
-from minisgl.scheduler.cache import CacheManager
+from minisgl.scheduler.cache import CacheManager, OnKept
 from minisgl.scheduler.decode import DecodeManager
 from minisgl.scheduler.output import Emission, OutputSink
 from minisgl.scheduler.prefill import PrefillAdder, PrefillManager
@@ -37,9 +37,8 @@ class Scheduler:
         config: EngineConfig,
         engine: StepEngine,
         sink: OutputSink,
-        on_kept: Callable[[Ids], None] | None = None,
+        on_kept: OnKept | None = None,
     ) -> None:
-        """`on_kept` is told the tokens of each prefix that goes into the prefix cache."""
         self._config = config
         self._engine = engine
         self._sink = sink

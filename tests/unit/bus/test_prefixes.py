@@ -32,6 +32,7 @@ from tests.redis_server import RedisServer
 from tests.support import wait_until
 from tests.unit.small_tokenizers import byte_level
 
+NONE = np.empty(0, np.int32)
 KEY = "minisgl:{svc}:prefix:g0"
 
 
@@ -139,7 +140,7 @@ def shown(server: RedisServer) -> set[int]:
 @pytest.mark.redis
 def test_what_was_added_is_shown_and_expires(server: RedisServer) -> None:
     one = publisher(server)
-    one.add(ids(3))
+    one.add(ids(3), NONE)
     one.publish()
     assert shown(server) == set(block_hashes(ids(3)))
     assert 0 < server.client().ttl(KEY) <= 300
@@ -149,7 +150,7 @@ def test_what_was_added_is_shown_and_expires(server: RedisServer) -> None:
 def test_a_group_shows_no_more_than_its_cache_holds(server: RedisServer) -> None:
     one = publisher(server, tokens=4 * BLOCK)
     for seed in range(3):
-        one.add(ids(2, seed))
+        one.add(ids(2, seed), NONE)
         one.publish()
     assert shown(server) == {*block_hashes(ids(2, 1)), *block_hashes(ids(2, 2))}
 
@@ -157,7 +158,7 @@ def test_a_group_shows_no_more_than_its_cache_holds(server: RedisServer) -> None
 @pytest.mark.redis
 def test_a_new_incarnation_starts_with_an_empty_set(server: RedisServer) -> None:
     old = publisher(server)
-    old.add(ids(3))
+    old.add(ids(3), NONE)
     old.publish()
     publisher(server).publish()
     assert shown(server) == set()
@@ -167,9 +168,9 @@ def test_a_new_incarnation_starts_with_an_empty_set(server: RedisServer) -> None
 def test_the_last_words_of_an_old_incarnation_are_cleared(server: RedisServer) -> None:
     old, new = publisher(server), publisher(server)
     old.publish()
-    new.add(ids(2, 1))
+    new.add(ids(2, 1), NONE)
     new.publish()
-    old.add(ids(3))
+    old.add(ids(3), NONE)
     old.publish()
     new.publish()  # sees it
     new.publish()
@@ -179,7 +180,7 @@ def test_the_last_words_of_an_old_incarnation_are_cleared(server: RedisServer) -
 @pytest.mark.redis
 def test_after_a_flush_everything_is_shown_again(server: RedisServer) -> None:
     one = publisher(server)
-    one.add(ids(3))
+    one.add(ids(3), NONE)
     one.publish()
     server.client().flushall()
     one.publish()  # sees it
@@ -192,7 +193,7 @@ def test_a_value_of_another_kind_under_the_key_is_replaced(server: RedisServer) 
     one = publisher(server)
     one.publish()
     server.client().set(KEY, "x")
-    one.add(ids(1))
+    one.add(ids(1), NONE)
     with pytest.raises(redis.RedisError):
         one.publish()
     one.publish()
@@ -202,12 +203,12 @@ def test_a_value_of_another_kind_under_the_key_is_replaced(server: RedisServer) 
 @pytest.mark.redis
 def test_what_a_full_redis_refused_is_shown_once_it_has_room(server: RedisServer) -> None:
     one = publisher(server)
-    one.add(ids(3))
+    one.add(ids(3), NONE)
     server.client().config_set("maxmemory", 1)
     with pytest.raises(redis.RedisError):
         one.publish()
     server.client().config_set("maxmemory", 0)
-    one.add(ids(1, 1))
+    one.add(ids(1, 1), NONE)
     one.publish()
     assert shown(server) == {*block_hashes(ids(3)), *block_hashes(ids(1, 1))}
 
@@ -216,7 +217,7 @@ def test_what_a_full_redis_refused_is_shown_once_it_has_room(server: RedisServer
 def test_the_most_hashes_go_out_and_come_back(server: RedisServer) -> None:
     one = publisher(server, tokens=1 << 30)
     prompt = ids(prefixes.MAX_HASHES + 10)
-    one.add(prompt)
+    one.add(prompt, NONE)
     one.publish()
     assert server.client().scard(KEY) == prefixes.MAX_HASHES
     assert cached(server, ["g0"], prompt[: 9 * BLOCK]) == {"g0": 9 * BLOCK}
@@ -231,7 +232,7 @@ def test_the_thread_goes_on_after_an_outage(
     one = publisher(server)
     server.client().config_set("maxmemory", 1)
     one.start()
-    one.add(ids(2))
+    one.add(ids(2), NONE)
     wait_until(lambda: one._recent.take() == (set(), set()) and len(one._recent) == 2, 10,
                lambda: "the thread hashes nothing")  # fmt: skip
     server.client().config_set("maxmemory", 0)
@@ -244,11 +245,11 @@ def test_a_publisher_without_redis_takes_what_it_gets_and_ends() -> None:
     absent = WorkerConfig(bus="redis://127.0.0.1:1/0", service="svc", model="m")
     one = PrefixPublisher(absent, "g0", 1 << 20)
     one.start()
-    for seed in range(prefixes.WAITING_ARRAYS + 10):
-        one.add(ids(1, seed))
+    for seed in range(prefixes.WAITING_PREFIXES + 10):
+        one.add(ids(1, seed), NONE)
     one.close()
     assert not one._thread.is_alive()
-    assert len(one._waiting) <= prefixes.WAITING_ARRAYS
+    assert len(one._waiting) <= prefixes.WAITING_PREFIXES
 
 
 def test_nothing_is_written_once_the_guard_ends_the_process() -> None:
@@ -281,7 +282,7 @@ def test_each_group_is_credited_with_the_blocks_it_shows_from_the_start(
     prompt = ids(4)
     for group, tokens in (("g0", 3 * BLOCK), ("g1", BLOCK)):
         one = publisher(server, group)
-        one.add(prompt[:tokens])
+        one.add(prompt[:tokens], NONE)
         one.publish()
     found = cached(server, ["g0", "g1", "g2"], prompt)
     assert found == {"g0": 3 * BLOCK, "g1": BLOCK, "g2": 0}
@@ -307,7 +308,7 @@ def test_a_frozen_redis_knows_nothing_and_is_not_asked_again_for_a_while(
     server: RedisServer,
 ) -> None:
     one = publisher(server)
-    one.add(ids(1))
+    one.add(ids(1), NONE)
     one.publish()
     now = 0.0
     lookup = PrefixLookup(config(server), lambda: now)
@@ -345,7 +346,12 @@ class Group:
         engine = FakeEngine(num_pages=512, page_size=16, max_seq_len=1024, vocab_size=300)
         self.publisher = publisher(server, name, 512 * 16)
         settings = EngineConfig(model="m", max_running_requests=4, cache_type=cache_type)
-        self.scheduler = Scheduler(settings, engine, NullSink(), self.publisher.add)
+        self.kept: list[np.ndarray] = []
+        self.scheduler = Scheduler(settings, engine, NullSink(), self.keep)
+
+    def keep(self, prompt: np.ndarray, output: np.ndarray) -> None:
+        self.kept.append(np.concatenate([prompt, output]))
+        self.publisher.add(prompt, output)
 
     def compute(self, prompt: Sequence[int], max_tokens: int) -> None:
         sampling = SamplingParams(max_tokens=max_tokens)
@@ -386,14 +392,11 @@ def test_a_prompt_goes_to_the_group_that_has_computed_its_start(server: RedisSer
 def test_a_conversation_goes_back_to_the_group_that_has_its_answer(server: RedisServer) -> None:
     groups = [Group(server, name) for name in "ab"]
     prompt = [t % 300 for t in range(70)]
-    kept: list[np.ndarray] = []
-    groups[1].scheduler.cache._on_kept = lambda tokens: (
-        kept.append(tokens), groups[1].publisher.add(tokens)
-    )  # fmt: skip
     groups[1].compute(prompt, 100)
     groups[0].compute(prompt, 1)
-    assert [len(k) for k in kept] == [64, 160]  # whole pages of 70, and of 169 with their keys
-    assert ask(server, groups, [*kept[-1].tolist(), 5]) == "b"
+    answered = groups[1].kept[-1]
+    assert len(answered) == 160  # whole pages of 169: the last token was never an input
+    assert ask(server, groups, [*answered.tolist(), 5]) == "b"
 
 
 @pytest.mark.redis
@@ -401,3 +404,29 @@ def test_a_group_that_keeps_no_prefixes_shows_none(server: RedisServer) -> None:
     group = Group(server, "a", cache_type="naive")
     group.compute([t % 300 for t in range(200)], 1)
     assert server.client().exists("minisgl:{svc}:prefix:a") == 0
+
+
+def test_the_cache_holds_what_is_reported_and_that_stays_as_it_was() -> None:
+    """With chunks, shared prefixes, rows used again, and retractions for want of pages."""
+    random, reported = np.random.default_rng(5), []
+    engine = FakeEngine(num_pages=24, page_size=4, max_seq_len=64, vocab_size=300)
+
+    def report(*parts: np.ndarray) -> None:
+        whole = np.concatenate(parts)
+        assert scheduler.cache.prefix.match(whole)[0].cached_len == len(whole)
+        reported.append((parts, whole))
+
+    config = EngineConfig(
+        model="m", max_running_requests=4, max_prefill_tokens=16, reserve_tokens=1
+    )
+    scheduler = Scheduler(config, engine, NullSink(), report)
+    for number in range(60):
+        prompt = np.resize(np.arange(7, dtype=np.int32), random.integers(1, 40))
+        sampling = SamplingParams(max_tokens=int(random.integers(1, 24)))
+        scheduler.add(bytes([number]) * 16, prompt, sampling)
+        scheduler.step()
+    while not scheduler.idle:
+        scheduler.step()
+    assert scheduler.retractions and any(len(output) for (_, output), _ in reported)
+    for parts, whole in reported:
+        assert np.array_equal(np.concatenate(parts), whole)
