@@ -170,14 +170,15 @@ class PrefixPublisher:
         self._client.close()
 
     def _run(self) -> None:
-        pause = 0.0
+        pause, well = 0.0, True
         while not self._end.wait(pause):
             try:
                 self.publish()
-                pause = PUBLISH_SECONDS
+                pause, well = PUBLISH_SECONDS, True
             except (RedisError, OSError) as error:
-                log.warning("cached prefixes are not published: %s", error)
-                pause = RETRY_SECONDS
+                if well:  # once an outage: it is no fault of this service
+                    log.warning("cached prefixes are not published for now: %s", error)
+                pause, well = RETRY_SECONDS, False
 
 
 class PrefixLookup:
