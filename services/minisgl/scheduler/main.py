@@ -1,5 +1,6 @@
 """`minisgl engine`: one rank as a process, from its start to its end."""
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from minisgl.scheduler.output import NullSink
 from minisgl.scheduler.rank import Rank
 from minisgl.scheduler.replies import ReplySink
 from minisgl.scheduler.scheduler import Scheduler
-from minisgl.scheduler.watchdog import PEER_LOST_CODE, Watchdog
+from minisgl.scheduler.watchdog import PEER_LOST_CODE, Watchdog, ends_at_once
 
 if TYPE_CHECKING:
     from minisgl.bus.prefixes import PrefixPublisher
@@ -56,12 +57,14 @@ def run_engine(
             load=load,
         )
 
+    starting = contextlib.ExitStack()
     comm: Communicator | None = None
     prefixes: PrefixPublisher | None = None
     try:
         if first:
             bus.subscribe(req_queue(config.group, incarnation))
         if isinstance(bus, BackgroundBus):
+            starting.enter_context(ends_at_once(stop))
             bus.start(receives=first)
         bus.publish_state(state(None))
         comm, endpoint = members.meet(incarnation)
@@ -90,6 +93,7 @@ def run_engine(
         )
         comm.barrier()
         members.formed()
+        starting.close()
         bus.publish_state(state(rank.load() if first else None))
         if isinstance(bus, BackgroundBus):
             watchdog.start()
@@ -104,6 +108,7 @@ def run_engine(
         _log.error("%s", error)
         return REPLACED_CODE
     finally:
+        starting.close()
         watchdog.stop()
         if prefixes is not None:
             prefixes.close()

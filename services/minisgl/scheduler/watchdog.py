@@ -4,10 +4,13 @@ A collective with a peer that hangs never returns, and a process that was frozen
 that has replaced it. Nobody outside can tell either from slowness; the rank itself can.
 """
 
+import contextlib
 import logging
 import os
+import signal
 import threading
 import time
+from collections.abc import Iterator
 
 _log = logging.getLogger(__name__)
 
@@ -30,6 +33,36 @@ def leave(code: int, why: str) -> None:
     _log.error("%s: leaving with code=%d", why, code)
     logging.shutdown()
     os._exit(code)
+
+
+@contextlib.contextmanager
+def ends_at_once(stop: threading.Event) -> Iterator[None]:
+    """While this holds, SIGTERM ends the process: a rank of no group has nothing to finish.
+
+    Waiting for the other ranks may block the main thread outside of Python, where no handler runs
+    and `stop` is not set; the number of the signal still arrives in a pipe.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are not this thread's business
+        return
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+
+    def watch() -> None:
+        with open(reading, "rb", buffering=0) as pipe:
+            while number := pipe.read(1):
+                if number[0] in (signal.SIGTERM, signal.SIGINT):
+                    leave(0, "asked to end before the group was formed")
+
+    threading.Thread(target=watch, name="start-watch", daemon=True).start()
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    try:
+        if stop.is_set():
+            leave(0, "asked to end before the group was formed")
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writing)
 
 
 class Watchdog:

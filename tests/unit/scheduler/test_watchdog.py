@@ -49,3 +49,44 @@ def test_a_process_that_was_frozen_ends_before_it_says_anything() -> None:
 
 def test_a_loop_that_has_ended_may_take_its_time() -> None:
     assert _run("dog.stop()\ntime.sleep(1)\nprint('alive')").stdout == "alive\n"
+
+
+FORMING = """
+import ctypes, os, signal, threading, time
+from minisgl.scheduler.watchdog import ends_at_once
+stop = threading.Event()
+signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
+{before}
+with ends_at_once(stop):
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    {waits}
+print("alive", stop.is_set())
+"""
+IN_C = "mutex = bytes(64); [ctypes.CDLL(None).pthread_mutex_lock(mutex) for _ in range(2)]"
+
+
+def _form(waits: str, before: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", FORMING.format(waits=waits, before=before)],
+        capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("waits", ["time.sleep(20)", IN_C], ids=["in Python", "in C"])
+def test_sigterm_ends_a_rank_that_waits_for_its_group(waits: str) -> None:
+    done = _form(waits)
+    assert (done.returncode, done.stdout) == (0, "") and "before the group" in done.stderr
+
+
+def test_a_rank_that_was_asked_to_end_before_does_not_wait() -> None:
+    done = _form("stop.wait(20)", before="stop.set()")
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_sigterm_asks_a_formed_group_to_drain() -> None:
+    body = FORMING.replace("print", "stop.wait(20)\nprint")
+    done = subprocess.run(
+        [sys.executable, "-c", body.format(waits="pass", before="")],
+        capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "alive True\n")
