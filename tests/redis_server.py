@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import redis
 
@@ -16,9 +17,9 @@ from tests.support import wait_until
 PASSWORD = "secret"
 
 
-def free_port() -> int:
+def free_port(first: int | None = None) -> int:
     """Below the ephemeral range: a client that redials there could connect to itself."""
-    for port in range(20000 + os.getpid() % 5000, 32000):
+    for port in range(first or 20000 + os.getpid() % 5000, 32000):
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
@@ -29,32 +30,52 @@ def free_port() -> int:
 
 
 class RedisServer:
-    """`redis-server` (or VALKEY_SERVER) with a password and an append-only file, as a context."""
+    """`redis-server` (or VALKEY_SERVER) with a password and an append-only file, as a context.
 
-    def __init__(self) -> None:
+    It speaks TLS alone if it gets a folder with `ca.crt`, `server.crt` and `server.key`.
+    """
+
+    def __init__(self, certificates: Path | None = None) -> None:
         self.port = free_port()
         self.url = f"redis://:{PASSWORD}@127.0.0.1:{self.port}/0"
-        self._folder = Path(tempfile.mkdtemp(prefix="redis-"))
+        self.password = PASSWORD
+        """What `client` gives: a test that changes it says so here."""
+        self._certificates = certificates
+        self._listen = ["--port", str(self.port)]
+        if certificates is not None:
+            self._listen = [
+                "--port", "0", "--tls-port", str(self.port), "--tls-auth-clients", "no",
+                "--tls-ca-cert-file", str(certificates / "ca.crt"),
+                "--tls-cert-file", str(certificates / "server.crt"),
+                "--tls-key-file", str(certificates / "server.key"),
+            ]  # fmt: skip
+        self.folder = Path(tempfile.mkdtemp(prefix="redis-"))
+        """Its data and its log; gone at the end."""
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start it (again, with what its file holds), and wait until it answers."""
         program = os.environ.get("VALKEY_SERVER", "redis-server")
-        with (self._folder / "log").open("ab") as log:
+        with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 [
-                    program, "--port", str(self.port), "--bind", "127.0.0.1", "--requirepass",
-                    PASSWORD, "--appendonly", "yes", "--save", "", "--dir", str(self._folder),
-                    "--maxmemory-policy", "noeviction",
+                    program, *self._listen, "--bind", "127.0.0.1", "--requirepass",
+                    self.password, "--appendonly", "yes", "--save", "", "--dir",
+                    str(self.folder), "--maxmemory-policy", "noeviction",
                 ],
                 stdout=log,
                 stderr=log,
             )  # fmt: skip
-        wait_until(self._answers, 20, lambda: (self._folder / "log").read_text()[-2000:])
+        wait_until(self._answers, 20, lambda: (self.folder / "log").read_text()[-2000:])
 
     def client(self) -> redis.Redis:
         """A client of the test's own."""
-        return redis.Redis(port=self.port, password=PASSWORD, protocol=2)
+        tls: dict[str, Any] = {}
+        if self._certificates is not None:
+            tls = {"ssl": True, "ssl_ca_certs": str(self._certificates / "ca.crt")}
+        return redis.Redis(
+            host="127.0.0.1", port=self.port, password=self.password, protocol=2, **tls
+        )
 
     def send_signal(self, number: int) -> None:
         """SIGSTOP freezes it, SIGCONT lets it go on, SIGKILL ends it."""
@@ -83,4 +104,4 @@ class RedisServer:
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait(10)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)

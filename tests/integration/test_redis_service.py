@@ -1,0 +1,457 @@
+"""Services on Redis as processes of their own: whatever fails, every stream stays what it was."""
+
+import contextlib
+import os
+import random
+import re
+import signal
+import subprocess
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import redis
+
+from minisgl.messages import (
+    AbortMsg,
+    Message,
+    Route,
+    SamplingParams,
+    TokenizeMsg,
+    UserMsg,
+    UserReply,
+    encode,
+)
+from tests.deployment import (
+    Deployment,
+    Ended,
+    Fault,
+    Streams,
+    T,
+    kill,
+    pause,
+    redis_frozen,
+    terminate,
+)
+from tests.redis_server import PASSWORD, RedisServer
+from tests.support import metrics, wait_until
+from tests.tiny import build_tiny
+
+pytestmark = [pytest.mark.redis, pytest.mark.slow]
+
+TOKENS = 400
+QUEUED = 16
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny(tmp_path_factory.mktemp("tiny"), max_position_embeddings=4096)
+
+
+def requests(count: int = 12, tokens: int = TOKENS) -> list[dict[str, Any]]:
+    """Two of three greedy, the others sampled with a seed."""
+    words = random.Random(1)
+    rows = []
+    for i in range(count):
+        ask = " ".join(words.choices(["river", "stone", "apple", "bridge", "letter"], k=3 + i))
+        row = {"messages": [{"role": "user", "content": ask}], "max_tokens": tokens}
+        row |= {"ignore_eos": True}
+        row |= {"temperature": 0.9, "seed": i} if i % 3 == 2 else {"temperature": 0}
+        rows.append(row)
+    return rows
+
+
+def undisturbed(deployment: Deployment) -> list[Ended]:
+    """Each stream as it is without a fault, computed twice: with a cold and with a warm cache."""
+    deployment.wait_ready()
+    cold = deployment.stream(requests()).results()
+    assert [end.finish for end in cold] == ["length"] * len(cold), deployment.logs()
+    assert deployment.stream(requests()).results() == cold
+    return cold
+
+
+def started(deployment: Deployment, calm: list[Ended], share: float) -> Streams:
+    """Streams of which the clients have this share; at least one of them still runs."""
+    deployment.wait_ready()
+    streams = deployment.stream(requests())
+    wanted = share * sum(len(end.text) for end in calm)
+    limit = time.monotonic() + 60
+    while streams.characters < wanted and streams.running:
+        assert time.monotonic() < limit, deployment.logs()
+        time.sleep(0.001)
+    assert streams.running, "the streams ended before the fault"
+    return streams
+
+
+def survives(
+    deployment: Deployment, calm: list[Ended], fault: Fault, share: float | None = None
+) -> None:
+    """Do it while streams run: each of them ends as it does without, and nothing is left."""
+    if share is None:
+        share = random.Random(zlib.crc32(fault.__qualname__.encode())).uniform(0.02, 0.4)
+    streams = started(deployment, calm, share)
+    fault(deployment)
+    ends = streams.results()
+    different = {
+        i: (end.finish, end.error, len(end.text), len(want.text))
+        for i, (end, want) in enumerate(zip(ends, calm, strict=True))
+        if end != want
+    }
+    assert not different, f"{different}\n{deployment.logs()}"
+    deployment.wait_at_rest()
+
+
+# --- faults ------------------------------------------------------------------------------------
+
+
+def redis_restarts(deployment: Deployment) -> None:
+    deployment.redis.send_signal(signal.SIGKILL)
+    deployment.redis.start()
+
+
+def redis_freezes(deployment: Deployment) -> None:
+    """For longer than any heartbeat: nobody may be declared dead for it."""
+    with redis_frozen(deployment):
+        time.sleep(2 * T)
+
+
+def redis_is_flushed(deployment: Deployment) -> None:
+    with deployment.redis.client() as client:
+        client.flushall()
+
+
+def redis_fills_up(deployment: Deployment) -> None:
+    with deployment.redis.client() as client:
+        client.config_set("maxmemory", 1)
+        time.sleep(2)
+        client.config_set("maxmemory", 0)
+
+
+def groups_are_destroyed(deployment: Deployment) -> None:
+    with deployment.redis.client() as client:
+        for key in list(client.scan_iter("minisgl:*", _type="stream")):
+            with contextlib.suppress(redis.ResponseError):
+                for group in client.xinfo_groups(key):
+                    client.xgroup_destroy(key, group["name"])
+
+
+def tokenizers_die_with_requests(deployment: Deployment) -> None:
+    """Both tokenizers are frozen; one request was handed to one of them."""
+    key = "minisgl:{test}:tok"
+    with deployment.redis.client() as client:
+        wait_until(lambda: client.xlen(key) > 0, 30, lambda: "no request in tok")
+        assert client.xreadgroup("tokenizers", "t0", {key: ">"}, count=1)
+    kill("tokenizer0", "tokenizer1")(deployment)
+
+
+def password_changes(deployment: Deployment) -> None:
+    """As an operator rotates it: Redis first, then the file; every connection is cut."""
+    with deployment.redis.client() as client:
+        client.config_set("requirepass", "rotated")
+        (deployment.redis.folder / "password").write_text("rotated\n")
+        deployment.redis.password = "rotated"
+        client.client_kill_filter(_type="normal", skipme=True)
+
+
+def everything_is_hostile(deployment: Deployment) -> None:
+    """Garbage, what was said already, and well-formed lies, in every stream."""
+    with deployment.redis.client() as client:
+        said: dict[bytes, list[dict[bytes, bytes]]] = {}
+        end = time.monotonic() + 0.3
+        while time.monotonic() < end:
+            for key in client.scan_iter("minisgl:*", _type="stream"):
+                said.setdefault(key, []).extend(fields for _, fields in client.xrange(key))
+        lies = [encode([lie]) for lie in _lies(client)]
+        for key in list(client.scan_iter("minisgl:*", _type="stream")):
+            client.xadd(key, {"m": b"\xc1garbage", "x": os.urandom(64)}, nomkstream=True)
+            client.xadd(key, {"x": b""}, nomkstream=True)
+            for fields in said.get(key, ()):
+                client.xadd(key, fields, nomkstream=True)
+            for lie in lies:
+                client.xadd(key, {"m": lie}, nomkstream=True)
+        client.set("minisgl:{test}:state:rank:evil", os.urandom(64))
+        client.hset("minisgl:{test}:state:gateway:evil", "a", "b")
+        client.expire("minisgl:{test}:state:gateway:evil", 5)
+        client.expire("minisgl:{test}:state:rank:evil", 5)
+
+
+def _lies(client: redis.Redis) -> Iterator[Message]:
+    route = Route(gateway="nobody", boot=1, detokenizer="nobody")
+    ids = b"\x05\0\0\0"
+    yield AbortMsg(uid=b"", attempt=-1, run=2**63 - 1)
+    yield UserReply(uid=b"x" * 16, attempt=1, boot=1, pos=-1, ids=b"abc", text="lie")
+    yield TokenizeMsg(uid=b"y" * 16, attempt=1, route=route)
+    for key in client.scan_iter("minisgl:{test}:rdzv:*"):
+        group = key.decode().rpartition(":")[2]
+        incarnation = int(client.hget(key, "incarnation") or b"0", 16)
+        prompts = [b"", b"abc", b"\xff" * 4, b"\xff\xff\xff\x7f", ids * 5000, ids]
+        for n, prompt in enumerate(prompts):
+            yield UserMsg(
+                uid=bytes([n]) * 16, attempt=1, route=route, group=group, incarnation=incarnation,
+                prompt_ids=prompt, output_ids=prompt,
+                sampling=SamplingParams(max_tokens=5, logit_bias={10**9: 1.0}),
+            )  # fmt: skip
+
+
+# --- one group ---------------------------------------------------------------------------------
+
+
+class TestOneGroup:
+    """Two ranks, one gateway, and two of each of the others."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def service(cls, tiny: Path) -> Iterator[Deployment]:
+        with RedisServer() as server:
+            file = server.folder / "password"
+            file.write_text(PASSWORD)
+            bus = [f"--bus=redis://127.0.0.1:{server.port}/0", f"--bus-password-file={file}"]
+            flags = [f"--max-queued-requests={QUEUED}"]
+            with Deployment(tiny, server, bus=bus, gateway_flags=flags) as deployment:
+                yield deployment
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def calm(cls, service: Deployment) -> list[Ended]:
+        return undisturbed(service)
+
+    @pytest.mark.parametrize(
+        "fault",
+        [
+            pytest.param(redis_restarts, id="redis restarts"),
+            pytest.param(redis_freezes, id="redis freezes for longer than the heartbeat"),
+            pytest.param(redis_is_flushed, id="redis is flushed"),
+            pytest.param(redis_fills_up, id="redis is full"),
+            pytest.param(groups_are_destroyed, id="consumer groups are destroyed"),
+            pytest.param(everything_is_hostile, id="every stream gets hostile entries"),
+            pytest.param(password_changes, id="the password changes"),
+        ],
+    )
+    def test_streams_and_ranks_survive_that(
+        self, service: Deployment, calm: list[Ended], fault: Fault
+    ) -> None:
+        service.wait_ready()
+        before = service.ranks()
+        survives(service, calm, fault)
+        assert service.ranks() == before, service.logs()
+
+    @pytest.mark.parametrize(
+        "fault",
+        [
+            pytest.param(kill("rank0.0"), id="rank 0 is killed"),
+            pytest.param(pause("rank0.1", 2 * T, signal.SIGKILL), id="rank 1 hangs"),
+            pytest.param(kill("detokenizer0"), id="a detokenizer is killed"),
+            pytest.param(pause("detokenizer1"), id="a detokenizer hangs and wakes"),
+            pytest.param(pause("gateway0"), id="the gateway hangs and wakes"),
+            pytest.param(terminate("detokenizer0"), id="a detokenizer is asked to leave"),
+        ],
+    )
+    def test_streams_survive_when(
+        self, service: Deployment, calm: list[Ended], fault: Fault
+    ) -> None:
+        survives(service, calm, fault)
+
+    @pytest.mark.parametrize("ends", [kill, terminate])
+    def test_requests_survive_a_tokenizer_that_ends_with_them(
+        self, service: Deployment, calm: list[Ended], ends: Any
+    ) -> None:
+        survives(service, calm, ends("tokenizer0"), share=0)
+
+    def test_a_detokenizer_killed_while_redis_is_frozen(
+        self, service: Deployment, calm: list[Ended]
+    ) -> None:
+        def fault(deployment: Deployment) -> None:
+            with redis_frozen(deployment):
+                deployment["detokenizer0"].signal(signal.SIGKILL)
+                time.sleep(T / 2)
+
+        survives(service, calm, fault)
+
+    def test_redis_restarted_while_a_rank_restarts(
+        self, service: Deployment, calm: list[Ended]
+    ) -> None:
+        def fault(deployment: Deployment) -> None:
+            rank = deployment["rank0.1"]
+            starts = len(rank.starts)
+            rank.signal(signal.SIGKILL)
+            wait_until(lambda: len(rank.starts) > starts, 30, deployment.logs)
+            redis_restarts(deployment)
+
+        survives(service, calm, fault)
+
+    def test_a_client_that_leaves_frees_its_pages(self, service: Deployment) -> None:
+        service.wait_at_rest()
+        before = metrics(service.urls[0])["minisgl_generation_tokens_total"]
+        body = requests(1, 4000)[0] | {"stream": True, "model": "tiny"}
+        url = f"{service.urls[0]}/v1/chat/completions"
+        with httpx.Client(timeout=60) as client, client.stream("POST", url, json=body) as answer:
+            next(answer.iter_lines())
+        service.wait_at_rest()
+        assert metrics(service.urls[0])["minisgl_generation_tokens_total"] - before < 4000
+
+    def test_the_queue_has_a_limit(self, service: Deployment) -> None:
+        service.wait_at_rest()
+        for name in ("tokenizer0", "tokenizer1"):
+            service[name].signal(signal.SIGSTOP)
+        try:
+            streams = service.stream(requests(QUEUED + 1, 4))
+            wait_until(lambda: streams.running == QUEUED, 30, lambda: str(streams.running))
+        finally:
+            for name in ("tokenizer0", "tokenizer1"):
+                service[name].signal(signal.SIGCONT)
+        assert sorted(end.status for end in streams.results()) == [200] * QUEUED + [429]
+
+
+# --- two groups --------------------------------------------------------------------------------
+
+
+class TestTwoGroups:
+    """Two groups of two ranks, two gateways."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def service(cls, tiny: Path) -> Iterator[Deployment]:
+        with (
+            RedisServer() as server,
+            Deployment(tiny, server, groups=2, gateways=2) as deployment,
+        ):
+            yield deployment
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def calm(cls, service: Deployment) -> list[Ended]:
+        return undisturbed(service)
+
+    @pytest.mark.parametrize(
+        "fault",
+        [
+            pytest.param(kill("rank0.0", "rank0.1"), id="both ranks of a group are killed"),
+            pytest.param(kill("rank0.0", "rank1.1"), id="a rank of each group is killed"),
+            pytest.param(redis_is_flushed, id="redis is flushed"),
+        ],
+    )
+    def test_streams_survive_when(
+        self, service: Deployment, calm: list[Ended], fault: Fault
+    ) -> None:
+        survives(service, calm, fault)
+
+    def test_a_group_that_is_asked_to_leave_hands_its_streams_to_the_other(
+        self, service: Deployment, calm: list[Ended]
+    ) -> None:
+        service.wait_ready()
+        before = {name: list(w.starts) for name, w in service.workers.items()}
+        survives(service, calm, terminate("rank0.1"))
+        changed = {name for name, w in service.workers.items() if w.starts != before[name]}
+        assert changed == {"rank0.0", "rank0.1"}
+        assert [service[name].codes[-1] for name in sorted(changed)] == [0, 0], service.logs()
+
+
+# --- a Redis that is guarded -------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A certificate authority of one's own and a server's certificate for 127.0.0.1."""
+    folder = tmp_path_factory.mktemp("tls")
+
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+
+    new = ["-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    openssl("req", "-x509", *new, "-keyout", "ca.key", "-out", "ca.crt", "-subj", "/CN=test ca")
+    openssl("req", *new[:-2], "-keyout", "server.key", "-out", "server.csr", "-subj", "/CN=redis")
+    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
+    openssl(
+        "x509", "-req", "-in", "server.csr", "-CA", "ca.crt", "-CAkey", "ca.key",
+        "-CAcreateserial", "-days", "2", "-extfile", "names", "-out", "server.crt",
+    )  # fmt: skip
+    return folder
+
+
+def documented_rules(service: str) -> list[str]:
+    """The rules of the ACL user, as the page about reliability gives them."""
+    line = re.search(r"^ACL SETUSER minisgl (.*)$", PAGE.read_text(), re.MULTILINE)
+    assert line is not None
+    return line[1].replace("SERVICE", service).replace(">PASSWORD", ">first").split()
+
+
+class TestGuardedRedis:
+    """TLS with an authority of one's own, and a user who may do only what the page says."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def server(cls, certificates: Path) -> Iterator[RedisServer]:
+        server = RedisServer(certificates)
+        (server.folder / "password").write_text("first")
+        yield server
+        server.__exit__(None, None, None)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def service(cls, tiny: Path, server: RedisServer, certificates: Path) -> Iterator[Deployment]:
+        bus = [
+            f"--bus=rediss://minisgl@127.0.0.1:{server.port}/0",
+            f"--bus-ca-file={certificates / 'ca.crt'}",
+            f"--bus-password-file={server.folder / 'password'}",
+        ]
+        with Deployment(tiny, server, bus=bus) as deployment:
+            yield deployment
+
+    def test_everything_waits_for_a_redis_that_is_not_there_yet(
+        self, service: Deployment, server: RedisServer
+    ) -> None:
+        def unready() -> bool:
+            with contextlib.suppress(httpx.HTTPError):
+                return httpx.get(f"{service.urls[0]}/ready", timeout=2).status_code == 503
+            return False
+
+        wait_until(unready, 60, service.logs)
+        body = requests(1)[0] | {"model": "tiny"}
+        answer = httpx.post(f"{service.urls[0]}/v1/chat/completions", json=body, timeout=30)
+        assert (answer.status_code, "retry-after" in answer.headers) == (503, True)
+        server.start()
+        with server.client() as admin:
+            admin.execute_command("ACL", "SETUSER", "minisgl", *documented_rules("test"))
+        service.wait_ready()
+        assert not any(worker.codes for worker in service.workers.values()), service.logs()
+
+    def test_the_documented_user_may_do_all_that_is_needed_and_no_more(
+        self, service: Deployment, server: RedisServer
+    ) -> None:
+        calm = undisturbed(service)
+        with server.client() as admin:
+            admin.config_resetstat()
+        survives(service, calm, kill("detokenizer0", "rank0.1"))
+        survives(service, calm, groups_are_destroyed)
+        for name in ("tokenizer0", "tokenizer1"):
+            service[name].signal(signal.SIGSTOP)
+        survives(service, calm, tokenizers_die_with_requests, share=0)
+        with server.client() as admin:
+            denied: Any = admin.execute_command("ACL", "LOG")
+            used: Any = admin.info("commandstats")
+        refused = [d for d in denied if not any(b"client" in part for part in d[4:8])]
+        assert not refused, refused
+        allowed = {rule[1:] for rule in documented_rules("test") if rule.startswith("+")}
+        unused = {a for a in allowed if f"cmdstat_{a}" not in used}
+        # For a set of prefixes that got too long, and for a choice between groups.
+        assert unused <= {"srem", "smismember"}
+
+    def test_a_user_whose_password_changes_goes_on(
+        self, service: Deployment, server: RedisServer
+    ) -> None:
+        calm = undisturbed(service)
+        before = service.ranks()
+
+        def fault(deployment: Deployment) -> None:
+            with server.client() as admin:
+                admin.execute_command("ACL", "SETUSER", "minisgl", "<first", ">second")
+                (server.folder / "password").write_text("second")
+                admin.execute_command("CLIENT", "KILL", "USER", "minisgl")
+
+        survives(service, calm, fault)
+        assert service.ranks() == before
