@@ -81,11 +81,15 @@ class Fleet:
         return known is not None and known[0] != incarnation
 
     def worker_left(self, role: str, id: str, boot: int, now: float) -> bool:
-        """Whether this process is known to be gone: replaced, or silent for the time-out."""
+        """Whether this process is known to be gone: replaced, or silent for the time-out.
+
+        While the bus is away nobody can be heard, so silence counts up to the newest look only.
+        """
         seen = self._seen.get((role, id))
         if seen is None or seen.state.boot != boot:
             return True
-        return now - seen.moved >= self.silence
+        until = now if self._looked is None else min(now, self._looked)
+        return until - seen.moved >= self.silence
 
     def takers(self, role: str, now: float) -> list[WorkerState]:
         """The workers of a role that take new work: shown, beating, not draining."""

@@ -394,6 +394,17 @@ def test_after_a_pause_of_its_own_the_clocks_start_again(owner: Owner) -> None:
     assert owner.request.attempt == 1
 
 
+def test_an_outage_of_the_bus_is_nobodys_silence(owner: Owner) -> None:
+    owner.open()
+    owner.wait(1)
+    for _ in range(int(4 * T)):  # no look at the bus succeeds
+        owner.now += 0.5
+        owner.requests.restart_clocks(owner.now)
+        owner.requests.tick(owner.now)
+    owner.wait(1)
+    assert owner.request.attempt == 1 and owner.request.resume_at is None
+
+
 def test_the_time_limit_ends_a_request_wherever_it_is(owner: Owner) -> None:
     owner.open()
     owner.request.deadline = owner.now + 1
