@@ -71,6 +71,22 @@ def test_a_text_becomes_the_ids_of_a_request_for_the_group() -> None:
     assert request.route == ROUTE
 
 
+def test_the_choices_of_one_request_are_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, own = Fleet(state()), tokenizer()
+    texts: list[str] = []
+    encode = own.encode
+
+    def watched(text: str, special: bool = True) -> list[int]:
+        texts.append(text)
+        return encode(text, special)
+
+    monkeypatch.setattr(own, "encode", watched)
+    asked = ["hé", "hé", "hé", "x", "hé"]
+    got = [unpack_ids(fleet.ask(text=text)[1].prompt_ids).tolist() for text in asked]
+    assert got == [encode(text) for text in asked]
+    assert texts == ["hé", "x", "hé"]
+
+
 def test_messages_go_through_the_template_and_end_where_the_answer_starts() -> None:
     _, request = Fleet(state()).ask(messages=[{"role": "user", "content": "x"}])
     ids = unpack_ids(request.prompt_ids).tolist()

@@ -21,6 +21,8 @@ from minisgl.messages import (
 
 MAX_CHOICES = 128
 MAX_COMPLETION_LOGPROBS = 5
+MAX_TOKENS_NAMED = 1024
+"""In `logit_bias` and in `stop_token_ids`: each choice of a request carries its own copy."""
 DEFAULT_COMPLETION_TOKENS = 16
 INT32 = 2**31 - 1
 INT64 = 2**63
@@ -272,6 +274,10 @@ class GenerationRequest(_Strict):
             ("logit_bias", self.logit_bias or {}),
             ("stop_token_ids", self.stop_token_ids or ()),
         ):
+            if len(ids) > MAX_TOKENS_NAMED:
+                raise bad_request(
+                    name, f"{name} names {len(ids)} tokens; at most {MAX_TOKENS_NAMED} are allowed"
+                )
             check_vocabulary(name, ids, vocabulary)
 
 

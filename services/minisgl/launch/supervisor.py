@@ -37,7 +37,7 @@ class ChildSpec:
     """Whether the start waits for its ready signal."""
     stage: int = 0
     """An orderly end begins with the lowest stage; the next begins when that has ended."""
-    stop_seconds: float = 5.0
+    stop_seconds: float = 10.0
     """What it gets to end by itself after SIGTERM in an orderly end."""
     quiet: bool = False
     """Whether what it writes to stdout is dropped."""

@@ -99,6 +99,8 @@ class TokenizerCore:
         self._groups: dict[tuple[int, int], GroupLoad] = {}
         """By (boot, beat) of the state that said it."""
         self._read_at = float("-inf")
+        self._last: tuple[object, list[int]] = (None, [])
+        """The last prompt and its ids: the choices of one request come one after the other."""
         self._sent: Counter[int] = Counter()
         """By incarnation: requests sent since its state was read, which it does not count yet."""
 
@@ -148,8 +150,11 @@ class TokenizerCore:
         if sum(part is not None for part in given) != 1:
             raise _Refusal("prompt", "give exactly one of a text, messages and token ids")
         param = "prompt" if message.messages is None else "messages"
+        same = (message.text, message.messages, message.add_special_tokens)
         try:
-            if message.messages is not None:
+            if message.prompt_ids is None and same == self._last[0]:
+                ids = self._last[1]  # another choice of the same request
+            elif message.messages is not None:
                 ids = self._tokenizer.encode_chat(message.messages)
             elif message.text is not None:
                 ids = self._tokenizer.encode(message.text, message.add_special_tokens)
@@ -159,6 +164,8 @@ class TokenizerCore:
             raise _Refusal(param, str(error)) from error
         if not ids:
             raise _Refusal(param, "the prompt is empty: it must come to at least one token")
+        if message.prompt_ids is None:
+            self._last = (same, ids)
         self._check_ids(param, ids)
         self._check_ids("logit_bias", list(message.sampling.logit_bias or ()))
         return param, ids

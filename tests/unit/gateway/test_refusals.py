@@ -47,6 +47,7 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
         ({"temperature": True}, "temperature"),
         ({"temperature": -1, "stream": True}, "temperature"),
         ({"top_p": 1.5}, "top_p"),
+        ({"stop_token_ids": [1] * 1025}, "stop_token_ids"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": "many"}, "max_tokens"),
         ({"max_tokens": 2**31}, "max_tokens"),
