@@ -251,6 +251,8 @@ class DetokenizeBatch(msgspec.Struct, kw_only=True, omit_defaults=True, tag_fiel
     """Openings, ends, and tokens with log probabilities. Handled before the columns."""
     audit: bool = False
     """The columns are an audit: what rank 0 holds, with `pos` so far and no `ids`."""
+    number: int = 0
+    """Of an audit: see `AuditMsg.number`."""
 
     def rows(self) -> list[tuple[bytes, int, int, int, int, bytes]]:
         """The columns by request: (uid, attempt, run, pos, gateway index, ids as int32 bytes).
@@ -289,6 +291,8 @@ class AuditMsg(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="t", 
     detokenizer: str
     held: list[tuple[bytes, int, int, int]] = []
     """(uid, attempt, run, pos) of each request, waiting ones too."""
+    number: int = 0
+    """Counts this rank 0's audits from 1: one that comes twice is no new evidence. 0: unknown."""
 
 
 class ErrorInfo(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):

@@ -216,7 +216,7 @@ class DetokenizerCore:
         for (name, boot), of_gateway in zip(batch.gateways, held, strict=True):
             audit = AuditMsg(
                 boot=boot, group=batch.group, incarnation=batch.incarnation,
-                detokenizer=batch.detokenizer, held=of_gateway,
+                detokenizer=batch.detokenizer, held=of_gateway, number=batch.number,
             )  # fmt: skip
             out.append((reply_queue(name), audit))
 

@@ -99,6 +99,8 @@ class Request:
     failures: int = 0
     """Attempts in a row that ended without a new token."""
     audits_without: int = 0
+    audited: int = 0
+    """Number of the newest audit of this attempt's computation."""
     held_since: float | None = None
     """Since when no group takes it; None once one does."""
     resume_at: float | None = None
@@ -235,6 +237,8 @@ class Requests:
             held.add(uid)
             request.heard = now
             request.audits_without = 0
+            if request.source is not None:
+                request.audited = max(request.audited, msg.number)
         if msg.boot != self.boot:
             return
         for request in list(self._open.values()):
@@ -246,7 +250,9 @@ class Requests:
                 and source_.group == msg.group
                 and source_.incarnation == msg.incarnation
                 and request.detokenizer[0] == msg.detokenizer
+                and (msg.number > request.audited or not msg.number)
             ):
+                request.audited = msg.number
                 request.audits_without += 1
                 if request.audits_without >= MAX_AUDITS_WITHOUT:
                     self._retry(request, now, "its group does not hold it any more")
@@ -293,7 +299,7 @@ class Requests:
         request.attempt += 1
         self.replays += request.attempt > 1
         request.source = None
-        request.audits_without = 0
+        request.audits_without = request.audited = 0
         request.heard = now
         request.detokenizer = (detokenizer.id, detokenizer.boot)
         known, prompt = request.prompt_ids, request.prompt

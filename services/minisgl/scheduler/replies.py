@@ -68,6 +68,7 @@ class ReplySink:
         self._incarnation = incarnation
         self._gateways: NameColumn[tuple[str, int]] = NameColumn(rows)
         self._detokenizers: NameColumn[str] = NameColumn(rows)
+        self._audits = 0
         self.scheduler: Scheduler
         """Set once it is made: it is made with this sink."""
 
@@ -149,6 +150,7 @@ class ReplySink:
 
     def audit(self, states: Iterable[WorkerState]) -> None:
         """Tell every gateway what is held for it, behind the replies that were sent before."""
+        self._audits += 1
         states = list(states)
         gateways = [(s.id, s.boot) for s in states if s.role == "gateway"]
         detokenizers = {s.id for s in states if s.role == "detokenizer"}
@@ -160,7 +162,7 @@ class ReplySink:
             listed.update(dict.fromkeys((_route(p).gateway, _route(p).boot) for p in held[name]))
             number = {gateway: i for i, gateway in enumerate(listed)}
             mine = held[name]
-            batch = self._batch(audit=True, gateways=list(listed))
+            batch = self._batch(audit=True, number=self._audits, gateways=list(listed))
             batch.uid = b"".join(p.uid for p in mine)
             batch.attempt = _int32([p.attempt for p in mine])
             batch.run = np.array([p.run for p in mine], "<i8").tobytes()

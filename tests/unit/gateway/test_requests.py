@@ -323,6 +323,15 @@ def test_audits_of_others_say_nothing_about_a_request(owner: Owner, other: dict[
     assert owner.request.attempt == 1
 
 
+def test_an_audit_that_comes_again_is_no_new_evidence(owner: Owner) -> None:
+    owner.open()
+    for number in (1, 1, 2, 1, 2, 2):
+        owner.audit(number=number)
+    assert owner.request.attempt == 1
+    owner.audit(number=3)
+    assert owner.request.attempt == 2
+
+
 def test_an_unbound_request_is_not_missed_by_audits(owner: Owner) -> None:
     for _ in range(5):
         owner.audit()
