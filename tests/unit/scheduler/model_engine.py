@@ -16,9 +16,9 @@ VOCAB = 50
 EOS = 1
 
 
-def next_token(history: np.ndarray) -> int:
-    """Any token but 0, and the EOS about once in fifty."""
-    h = 2166136261
+def next_token(history: np.ndarray, salt: int = 0) -> int:
+    """Any token but 0, and the EOS about once in fifty. Another salt is another model."""
+    h = 2166136261 ^ salt
     for token in history[-6:].tolist():
         h = (h ^ (token + 1)) * 16777619 % 2**32
     return 1 + (h + len(history)) % (VOCAB - 1)
@@ -57,6 +57,7 @@ class ModelEngine(StepEngine):
         self.kv_token = np.full(slots, -1, np.int64)
         self.kv_position = np.full(slots, -1, np.int64)
         self.admitted: dict[int, tuple[list[int], list[int]]] = {}
+        self.salt = 0
         self.steps = 0
         self.tokens_computed = 0
 
@@ -95,7 +96,7 @@ class ModelEngine(StepEngine):
             assert (self.kv_position[slots] == np.arange(length)).all(), "keys of other positions"
             pool = self.token_pool[start : start + length]
             assert (history == pool).all(), "keys of other tokens"
-            tokens[i] = next_token(history)
+            tokens[i] = next_token(history, self.salt)
             if step.samples[i]:
                 prompt, _ = self.admitted[row]
                 assert step.output_pos[i] == length - len(prompt), "wrong position of the draw"
