@@ -30,7 +30,7 @@ Ids = npt.NDArray[np.int32]
 BLOCK = 64
 """Tokens a hash."""
 MAX_HASHES = 65_536
-"""Most hashes that a group shows: about 4 million tokens, and 5 MB in Redis."""
+"""Most hashes that a group shows: about 4 million tokens, and 3 MB in Redis."""
 PUBLISH_SECONDS = 1.0
 RETRY_SECONDS = 5.0
 """After a failure everything is published again, but a full Redis is not sent 1 MB each second."""
@@ -41,6 +41,8 @@ HASHES_AT_ONCE = 4096
 CLOSE_SECONDS = 1.0
 LOOKUP_SECONDS = 0.1
 """A tokenizer waits so long at most: the prompt is computed faster than it is waited for."""
+ASKED = 128
+"""Most hashes of one prompt that are asked for: of a longer one each second block, or third, ..."""
 PAUSE_SECONDS = 1.0
 """How long a tokenizer does not ask after a failure."""
 
@@ -191,14 +193,18 @@ class PrefixLookup:
         self._not_before = float("-inf")
 
     def cached(self, groups: Sequence[str], ids: Sequence[int]) -> dict[str, int]:
-        """By group: tokens of the longest prefix of `ids` that it shows, in whole blocks.
+        """By group: tokens of the longest prefix of `ids` that it shows.
 
+        In whole blocks, or for a long prompt in steps of so many that `ASKED` hashes cover it.
         0 for all if Redis does not answer at once, and for a while after that.
         """
         nothing = dict.fromkeys(groups, 0)
         if len(ids) < BLOCK or self._clock() < self._not_before:
             return nothing
-        members = [_member(value) for value in block_hashes(np.array(ids, np.int32))]
+        hashes = block_hashes(np.array(ids, np.int32))
+        step = -(-len(hashes) // ASKED)
+        # A hash covers all blocks before it, so those in between need not be asked for.
+        members = [_member(value) for value in hashes[step - 1 :: step]]
         pipe = self._client.pipeline(transaction=False)
         for group in groups:
             pipe.smismember(_key(self._service, group), members)
@@ -209,7 +215,7 @@ class PrefixLookup:
             self._not_before = self._clock() + PAUSE_SECONDS
             return nothing
         return {
-            group: BLOCK * sum(takewhile(bool, known))
+            group: step * BLOCK * sum(takewhile(bool, known))
             for group, known in zip(groups, found, strict=True)
         }
 

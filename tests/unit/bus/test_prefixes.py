@@ -301,6 +301,17 @@ def test_a_block_behind_a_gap_does_not_count(server: RedisServer) -> None:
 
 
 @pytest.mark.redis
+def test_of_a_long_prompt_some_blocks_are_asked_for(server: RedisServer) -> None:
+    prompt = ids(2 * prefixes.ASKED + 3)
+    one = publisher(server)
+    one.add(prompt[: 100 * BLOCK], NONE)
+    one.publish()
+    assert cached(server, ["g0"], prompt) == {"g0": 99 * BLOCK}  # each third one
+    whole = prompt[: prefixes.ASKED * BLOCK]
+    assert cached(server, ["g0"], whole) == {"g0": 100 * BLOCK}
+
+
+@pytest.mark.redis
 def test_a_prompt_shorter_than_a_block_is_not_looked_up(server: RedisServer) -> None:
     server.client().set(KEY, "would be an error")
     lookup = PrefixLookup(config(server))
