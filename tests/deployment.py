@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -272,6 +273,8 @@ class Deployment:
     ) -> None:
         wrong = self.stop()
         assert not wrong, f"{wrong}\n{self.logs()}"
+        if error is None:
+            shutil.rmtree(self.folder)
 
 
 Fault = Callable[[Deployment], None]

@@ -66,7 +66,7 @@ class RedisServer:
                 stdout=log,
                 stderr=log,
             )  # fmt: skip
-        wait_until(self._answers, 20, lambda: (self.folder / "log").read_text()[-2000:])
+        wait_until(self.answers, 20, lambda: (self.folder / "log").read_text()[-2000:])
 
     def client(self) -> redis.Redis:
         """A client of the test's own."""
@@ -84,7 +84,8 @@ class RedisServer:
         if number == signal.SIGKILL:
             self._process.wait(10)
 
-    def _answers(self) -> bool:
+    def answers(self) -> bool:
+        """Whether it is there."""
         try:
             with self.client() as client:
                 return bool(client.ping())

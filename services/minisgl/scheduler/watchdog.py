@@ -30,7 +30,7 @@ def boot_clock() -> float:
 
 def leave(code: int, why: str) -> None:
     """End the process now, also from a thread, also while a collective blocks the main one."""
-    _log.error("%s: leaving with code=%d", why, code)
+    _log.log(logging.ERROR if code else logging.INFO, "%s: leaving with code=%d", why, code)
     logging.shutdown()
     os._exit(code)
 
