@@ -111,9 +111,13 @@ class Fleet:
                 return f"no {role} is ready"
         return None
 
-    def next_detokenizer(self, now: float) -> WorkerState | None:
-        """A detokenizer that takes new work, each in its turn; None if there is none."""
+    def next_detokenizer(self, now: float, avoid: str = "") -> WorkerState | None:
+        """A detokenizer that takes new work, each in its turn; None if there is none.
+
+        `avoid` is the id of one that is taken only where there is no other.
+        """
         takers = sorted(self.takers("detokenizer", now), key=lambda state: state.id)
+        takers = [state for state in takers if state.id != avoid] or takers
         if not takers:
             return None
         self._turn += 1

@@ -291,7 +291,9 @@ class Requests:
     # --- attempts ---------------------------------------------------------------------------
 
     def _attempt(self, request: Request, now: float) -> None:
-        detokenizer = self.fleet.next_detokenizer(now)
+        # Where the last attempt failed another process may be starting, which was not seen yet.
+        avoid = request.detokenizer[0] if request.failures else ""
+        detokenizer = self.fleet.next_detokenizer(now, avoid)
         if detokenizer is None:
             request.resume_at = now
             return

@@ -19,6 +19,7 @@ from minisgl.messages import (
     TokenizeMsg,
     TokenLogprobs,
     UserReply,
+    WorkerState,
     pack_ids,
     unpack_ids,
 )
@@ -364,6 +365,15 @@ def test_a_detokenizer_with_another_boot_has_lost_its_state(owner: Owner) -> Non
     owner.states[2].boot = 77
     owner.wait(0.5)
     assert owner.request.attempt == 2 and owner.request.detokenizer == ("d0", 77)
+
+
+def test_a_replay_after_a_failure_takes_another_detokenizer_if_there_is_one(owner: Owner) -> None:
+    owner.states.append(WorkerState(role="detokenizer", id="d1", boot=4, beat=1))
+    owner.wait(0.5)
+    owner.open()
+    for run, detokenizer in ((1, "d1"), (2, "d0")):
+        owner.reply(source=source(run), again="lost")
+        assert owner.request.detokenizer[0] == detokenizer
 
 
 def test_another_incarnation_of_its_group_ends_an_attempt(owner: Owner) -> None:
