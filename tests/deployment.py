@@ -124,10 +124,10 @@ class Streams:
         ):
             if answer.status_code != 200:
                 return Ended("", None, answer.read().decode(), answer.status_code)
-            for line in answer.iter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
+            for line in _lines(answer):
+                if not line.startswith(b"data: ") or line == b"data: [DONE]":
                     continue
-                chunk = json.loads(line.removeprefix("data: "))
+                chunk = json.loads(line.removeprefix(b"data: "))
                 if "error" in chunk:
                     return Ended(text, finish, chunk["error"]["message"])
                 for choice in chunk["choices"]:
@@ -151,6 +151,14 @@ class Streams:
             return [f.result(STREAMS_SECONDS) for f in self._futures]
         finally:
             self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _lines(answer: httpx.Response) -> Iterator[bytes]:
+    """Split at line feeds alone: httpx also splits at what a text may hold, such as U+2028."""
+    rest = b""
+    for part in answer.iter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        yield from lines
 
 
 class Deployment:

@@ -95,11 +95,18 @@ def _turn(
     next_beat = heard = time.monotonic()
     deadline: float | None = None
     ready = False
-    while True:
+
+    def late() -> bool:
+        """Whether the time to drain is over; it begins at the first call after `stop`."""
+        nonlocal deadline, heard, next_beat
         now = time.monotonic()
         if deadline is None and stop.is_set():
             deadline, heard, next_beat = now + config.drain, now, now
             log.info("draining for at most %g seconds", config.drain)
+        return deadline is not None and now >= deadline
+
+    while True:
+        is_late, now = late(), time.monotonic()
         if now >= next_beat:
             next_beat = now + BEAT_SECONDS
             for core, state in zip(cores, states, strict=True):
@@ -112,16 +119,19 @@ def _turn(
             ready = True
             if on_ready is not None:
                 on_ready()
-        if deadline is not None and _done(bus, cores, states, now - heard, now >= deadline):
-            return 0
+        if deadline is not None:
+            last = _last_words(bus, cores, states, now - heard, is_late)
+            if last is not None:
+                send_all(bus, last, late)
+                return 0
         entries: list[Entry] = []
         with _outage("receiving", pause=True):
             entries = bus.receive(_WAIT_SECONDS)
         if entries:
             heard = time.monotonic()
-            send_all(bus, _handled(by_kind, entries))
-            with _outage("acknowledging"):  # they come again, as duplicates
-                bus.ack(entries)
+            if send_all(bus, _handled(by_kind, entries), late):
+                with _outage("acknowledging"):  # they come again, as duplicates
+                    bus.ack(entries)
 
 
 def _handled(by_kind: dict[type, Core], entries: Iterable[Entry]) -> Iterable[Addressed]:
@@ -139,8 +149,11 @@ def _handled(by_kind: dict[type, Core], entries: Iterable[Entry]) -> Iterable[Ad
             log.warning("dropped a malformed %s: %s", type(message).__name__, error)
 
 
-def send_all(bus: Bus, addressed: Iterable[Addressed]) -> None:
-    """Send these messages, as one entry a queue and in their order; tries until it can."""
+def send_all(bus: Bus, addressed: Iterable[Addressed], late: Callable[[], bool]) -> bool:
+    """Send these messages, as one entry a queue and in their order; tries until it can.
+
+    False: it could not, and it is too late to try again.
+    """
     batches: dict[str, list[Message]] = {}
     for queue, message in addressed:
         batches.setdefault(queue, []).append(message)
@@ -150,6 +163,9 @@ def send_all(bus: Bus, addressed: Iterable[Addressed]) -> None:
             with _outage(f"sending to {queue}", pause=True):
                 bus.send(queue, batch)
                 sent = True
+            if not sent and late():
+                return False
+    return True
 
 
 @contextlib.contextmanager
@@ -163,9 +179,10 @@ def _outage(what: str, pause: bool = False) -> Iterator[None]:
             time.sleep(_RETRY_SECONDS)
 
 
-def _done(
+def _last_words(
     bus: Bus, cores: Sequence[Core], states: Sequence[WorkerState], quiet: float, late: bool
-) -> bool:
+) -> list[Addressed] | None:
+    """None: it must go on. Else what is to be sent before the end."""
     others: list[WorkerState] = []
     if any(core.busy() for core in cores):
         with _outage("reading states"):
@@ -174,14 +191,15 @@ def _done(
             for core in cores:
                 core.keep(gateways)
     if not any(core.busy() for core in cores) and (late or quiet >= _QUIET_SECONDS):
-        return True
+        return []
     if not late:
-        return False
+        return None
     boots = {state.boot for state in states}
+    words: list[Addressed] = []
     for core in cores:
         peer = any(s.role == core.role and not s.draining and s.boot not in boots for s in others)
         last = core.leave(peer)
         if last is None:
-            return False
-        send_all(bus, last)
-    return True
+            return None
+        words += last
+    return words
