@@ -85,13 +85,15 @@ class EngineConfig:
         choices=("radix", "naive"),
     )
     attention_backend: str = flag(
-        "auto", "torch, cpu, fi, fa, trtllm, or a pair PREFILL,DECODE such as fa,fi"
+        "auto",
+        "torch; where this build has them cpu, fi, fa, trtllm; or a pair PREFILL,DECODE such as "
+        "fa,fi",
     )
     cuda_graph_max_bs: int | None = flag(
         None, "largest decode batch captured as a CUDA graph, 0: none (default: 256)"
     )
     overlap_scheduling: bool = flag(
-        True, "prepare the next step while this one is computed; outputs are the same without"
+        True, "prepare the next step while this one is computed; outputs are the same either way"
     )
     pynccl: bool = flag(True, "call NCCL directly rather than through torch.distributed")
     load_format: str = flag(
@@ -109,7 +111,9 @@ class EngineConfig:
         "output tokens ahead for which a request must find pages before it starts; a low number "
         "runs more requests at once, and retracts the youngest when pages run out",
     )
-    seed: int = flag(0, "seed of dummy weights, and of requests of `LLM` that give none")
+    seed: int = flag(
+        0, "seed of dummy weights; with `generate` and `LLM` also of requests that give none"
+    )
     device: str = flag("auto", "auto: a GPU if there is one", choices=("auto", "cpu", "cuda"))
     quantization: str = flag("none", "type of the stored weights", choices=("none", "int8"))
     fake_engine: bool = flag(False, "compute nothing: arbitrary tokens at once, to time the rest")

@@ -25,12 +25,13 @@ from minisgl.lifecycle import Lifecycle, set_up_logging
 if TYPE_CHECKING:
     import httpx
 
+SERVED_HELP = "; with --base-url, a model of that server (default: the first that it lists)"
 HELP = "/reset starts a new conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer."
 
 
 def add_arguments(parser: Parser) -> Run:
     """Declare the arguments."""
-    parser.add_argument("model", metavar="MODEL", nargs="?", help=MODEL_HELP)
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=MODEL_HELP + SERVED_HELP)
     parser.add_argument(
         "--base-url",
         metavar="URL",
