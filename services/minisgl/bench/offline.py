@@ -46,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="; ".join(f"{name}: {load}" for name, load in WORKLOADS.items())
         + " (default: small; the next three flags change it)",
     )
-    parser.add_argument("--num-prompts", type=positive_int, help="sequences to compute")
+    parser.add_argument(
+        "--num-prompts", type=positive_int, metavar="N", help="sequences to compute"
+    )
     parser.add_argument(
         "--prompt-tokens",
         type=token_range,
@@ -60,7 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="length of the outputs in tokens, uniform in this range",
     )
     parser.add_argument(
-        "--temperature", type=float, default=0.6, help="sampling temperature, 0 to 2 (default: 0.6)"
+        "--temperature",
+        type=float,
+        metavar="N",
+        default=0.6,
+        help="sampling temperature, 0 to 2 (default: 0.6)",
     )
     fake = parser.add_argument_group(
         "with --fake-engine", "host time of one decode step, at several lengths"
@@ -68,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     fake.add_argument(
         "--requests",
         type=positive_int,
+        metavar="N",
         default=256,
         help="requests that decode at the same time (default: 256)",
     )
@@ -79,7 +86,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens of each of them, one run each (default: 500,2000,4000,8000)",
     )
     fake.add_argument(
-        "--steps", type=positive_int, default=1000, help="steps to time in a run (default: 1000)"
+        "--steps",
+        type=positive_int,
+        metavar="N",
+        default=1000,
+        help="steps to time in a run (default: 1000)",
     )
     parser.add_argument(
         "--json", type=output_file, metavar="FILE", help="write all figures to this file"

@@ -28,8 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--serve-args",
         default="",
         metavar="TEXT",
-        help="with --model: flags for the server, such as --serve-args='--dtype float32' "
-        "(default: none)",
+        help="with --model: flags for the server, in one text after a =, such as "
+        "='--dtype float32' (default: none)",
     )
     parser.add_argument(
         "--served-model-name",
@@ -38,11 +38,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--api-key", metavar="KEY", help="key of the server (default: none)")
     parser.add_argument(
-        "--num-prompts", type=positive_int, default=32, help="requests to send (default: 32)"
+        "--num-prompts",
+        type=positive_int,
+        metavar="N",
+        default=32,
+        help="requests to send (default: 32)",
     )
     parser.add_argument(
         "--seconds",
         type=positive,
+        metavar="N",
         help="send them again and again for so long, in seconds (default: send them once)",
     )
     parser.add_argument(
@@ -62,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--request-rate",
         type=positive,
+        metavar="N",
         help="mean arrivals in requests per second (default: all at once)",
     )
     parser.add_argument(
@@ -73,6 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--concurrency",
         type=positive_int,
+        metavar="N",
         help="most open requests; those that are due wait for their turn (default: no limit)",
     )
     parser.add_argument(
@@ -83,15 +90,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of clients that go away in the middle of their answer, 0 to 1 (default: 0)",
     )
     parser.add_argument(
-        "--temperature", type=float, default=0.6, help="sampling temperature, 0 to 2 (default: 0.6)"
+        "--temperature",
+        type=float,
+        metavar="N",
+        default=0.6,
+        help="sampling temperature, 0 to 2 (default: 0.6)",
     )
     parser.add_argument(
         "--timeout",
         type=positive,
+        metavar="N",
         default=600.0,
         help="longest silence within a request, in seconds (default: 600)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of lengths and arrivals (default: 0)")
+    parser.add_argument(
+        "--seed", type=int, metavar="N", default=0, help="of lengths and arrivals (default: 0)"
+    )
     parser.add_argument(
         "--json", type=output_file, metavar="FILE", help="write all figures to this file"
     )
