@@ -54,11 +54,13 @@ def tokenizer() -> Tokenizer:
     return wrap(backend)
 
 
-def text_of(ids: list[int], stop: tuple[str, ...] = ()) -> tuple[str, int]:
-    """(The whole text of an output, how many of its ids a stop string leaves)."""
+def text_of(ids: list[int], stop: tuple[str, ...] = ()) -> tuple[str, int, bool]:
+    """(The text of a whole output, how many of its ids it takes, whether a stop string ends it)."""
     stream = TextStream(tokenizer(), stop=stop)
     text, used = stream.push(ids)
-    return (text, used) if stream.stopped else (text + stream.finish(), used)
+    if not stream.stopped:
+        text += stream.finish()
+    return text, used, stream.stopped
 
 
 @dataclass
@@ -108,12 +110,13 @@ class Client:
         early = [i for i in ids[:-1] if i in ends]
         assert not early, f"{self}: went on after {early}"
         by_id = bool(ids) and ids[-1] in ends
-        text, used = text_of(ids[:-1] if by_id else ids, sampling.stop)
-        stopped = text_of(ids[: used - 1], sampling.stop)[0] != text_of(ids[:used])[0]
+        visible = ids[:-1] if by_id else ids
+        text, used, stopped = text_of(visible, sampling.stop)
+        assert used == len(visible), f"{self}: {len(visible) - used} tokens after a stop string"
         if self.finish == "length":
-            assert len(ids) == sampling.max_tokens and not by_id
+            assert len(ids) == sampling.max_tokens and not by_id and not stopped, f"{self}"
         else:
-            assert self.finish == "stop" and (by_id or (sampling.stop and stopped)), f"{self}"
+            assert self.finish == "stop" and (by_id or stopped), f"{self}"
         assert self.text == text, f"{self}: {self.text!r} instead of {text!r}"
 
     def __str__(self) -> str:
@@ -138,7 +141,8 @@ class World:
         self._boots = 0
         self._away_until = 0.0
         self._restarts: list[tuple[float, Callable[[], None]]] = []
-        self.failures = 0
+        self.attempts = 0
+        """Most attempts that any request took."""
         self.workers: dict[str, Worker] = {}
         self.late: list[Worker] = []
         """Processes whose place is taken, or will be, and that do not know it yet."""
@@ -198,7 +202,7 @@ class World:
         limit = r.randint(1, 12)
         stop: tuple[str, ...] = ()
         if r.random() < 0.4:
-            alone, _ = text_of(expected(prompt, SamplingParams(max_tokens=limit), 20))
+            alone, *_ = text_of(expected(prompt, SamplingParams(max_tokens=limit), 20))
             at = r.randrange(len(alone) + 1)
             stop = tuple(s for s in {alone[at : at + r.randint(1, 3)]} if s)
         sampling = SamplingParams(
@@ -390,7 +394,7 @@ class World:
                 assert client.request is not None
                 assert client.request.uid in self.bus.poisonous, f"{client}: {client.error}"
             if client.request is not None:
-                self.failures = max(self.failures, client.request.attempt)
+                self.attempts = max(self.attempts, client.request.attempt)
         for worker in self.workers.values():
             if isinstance(worker, Group):
                 integrity.check(worker.scheduler)
