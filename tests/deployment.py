@@ -76,11 +76,11 @@ class Worker:
         self.signal(signal.SIGCONT)
         self.signal(signal.SIGTERM)
 
-    def ended(self) -> list[str]:
+    def ended(self, seconds: float) -> list[str]:
         """Wait until it has ended, as it was asked to; what was wrong with that."""
         wrong = []
         try:
-            code = self._process.wait(4 * T)
+            code = self._process.wait(seconds)
             if code:
                 wrong.append(f"{self.name} ended with {code} on SIGTERM")
         except subprocess.TimeoutExpired:
@@ -262,13 +262,13 @@ class Deployment:
             for name, w in self.workers.items()
         )
 
-    def stop(self) -> list[str]:
-        """SIGTERM to every process; what was wrong with their ends."""
+    def stop(self, seconds: float = 4 * T) -> list[str]:
+        """SIGTERM to every process; what was wrong with their ends within `seconds` each."""
         self._stopping.set()
         self._supervisor.join()
         for worker in self.workers.values():
             worker.ask_to_end()
-        return [wrong for worker in self.workers.values() for wrong in worker.ended()]
+        return [wrong for worker in self.workers.values() for wrong in worker.ended(seconds)]
 
     def __enter__(self) -> "Deployment":
         return self

@@ -481,3 +481,12 @@ class TestGuardedRedis:
 
         survives(service, calm, fault)
         assert service.ranks() == before
+
+    def test_sigterm_ends_everything_while_redis_is_away(
+        self, service: Deployment, server: RedisServer, calm: list[Ended]
+    ) -> None:
+        streams = started(service, calm, 0.1)
+        server.send_signal(signal.SIGKILL)
+        # Without another group a rank computes first what it holds.
+        assert service.stop(60) == [], service.logs()
+        assert all(end.finish == "length" or end.error for end in streams.results())
