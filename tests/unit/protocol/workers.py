@@ -202,7 +202,9 @@ class _TurnOver(Exception):
 class Group(Worker):
     """Rank 0 of a group of one, from its forming to its end."""
 
-    def __init__(self, world: Surroundings, name: str, boot: int, *, salt: int, overlap: bool):
+    def __init__(
+        self, world: Surroundings, name: str, boot: int, *, salt: int, overlap: bool, length: int
+    ):
         state = WorkerState(role="rank", id=f"{name}/0", boot=boot, beat=0)
         super().__init__(world, state, req_queue(name, boot))
         self.incarnation = boot
@@ -211,7 +213,9 @@ class Group(Worker):
             model="m", max_running_requests=ROWS, max_prefill_tokens=8, reserve_tokens=2,
             overlap_scheduling=overlap,
         )  # fmt: skip
-        engine = LogprobEngine(num_pages=24, page_size=2, max_seq_len=32, max_running=ROWS)
+        engine = LogprobEngine(
+            num_pages=3 * length // 4, page_size=2, max_seq_len=length, max_running=ROWS
+        )
         engine.salt = salt
         bus = _RankBus(self)
         sink = ReplySink(bus, name, boot, ROWS + 1)

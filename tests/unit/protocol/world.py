@@ -137,6 +137,8 @@ class World:
         self.faults = self.random.choice((0, 1, 2, 3, 5, 8))
         self.repeats = self.random.choice((0.0, 0.0, 0.1, 0.3))
         self._salted = self.random.random() < 0.5
+        self._endless = self.random.random() < 0.3
+        """Who leaves had asked for more than time allows: only an abort ends it."""
         self._overlap = self.random.random() < 0.5
         self._boots = 0
         self._away_until = 0.0
@@ -183,7 +185,14 @@ class World:
             self.workers[name] = Pipe(self, name, boot, core_)
         else:
             salt = self._salt(boot)
-            self.workers[name] = Group(self, name, boot, salt=salt, overlap=self._overlap)
+            self.workers[name] = Group(
+                self,
+                name,
+                boot,
+                salt=salt,
+                overlap=self._overlap,
+                length=4096 if self._endless else 32,
+            )
 
     def _salt(self, incarnation: int) -> int:
         """Whether each incarnation is another model, so that mixing two of them shows."""
@@ -212,6 +221,8 @@ class World:
         )  # fmt: skip
         asks_at = self.now + 1 + r.random() * FAULTY_SECONDS * r.random()
         leaves_at = asks_at + 4 * r.random() if r.random() < 0.15 else float("inf")
+        if self._endless and leaves_at < float("inf"):
+            sampling = SamplingParams(max_tokens=4000, ignore_eos=True)
         return Client(
             number, prompt, text, sampling, f"gw{r.randrange(2)}", self._salt, asks_at, leaves_at
         )
