@@ -1,7 +1,17 @@
-"""`python -m minisgl`: the same program as `minisgl`."""
+"""`python -m minisgl` and the `minisgl` command: one program."""
 
 import sys
 
-from minisgl.cli.main import main
 
-sys.exit(main())
+def main() -> int:
+    """Run the command line; an interrupt while it is still being imported ends it quietly too."""
+    try:
+        from minisgl.cli.main import main as run
+
+        return run()
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

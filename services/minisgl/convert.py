@@ -296,7 +296,9 @@ class _Gguf:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         out.write(len(text).to_bytes(8, "little") + text)
-        with tqdm(total=end, desc="Converting", unit="B", unit_scale=True) as progress:
+        with tqdm(
+            total=end, desc="Converting", unit="B", unit_scale=True, disable=None
+        ) as progress:
             for ours, theirs in self.names.items():
                 data = _cast(self._weight(ours), dtype)
                 if list(data.shape) != header[theirs]["shape"]:

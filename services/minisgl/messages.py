@@ -29,6 +29,20 @@ MAX_STOP_CHARS = 4096
 MAX_TOP_LOGPROBS = 20
 
 
+_WHOLE = ("top_k", "max_tokens", "seed", "logprobs", "priority")
+_REAL = (
+    "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+)  # fmt: skip
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 class SamplingParams(
     msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True, forbid_unknown_fields=False
 ):
@@ -80,6 +94,14 @@ class SamplingParams(
             msgspec.structs.force_setattr(self, "stop", tuple(self.stop or ()))
         if not isinstance(self.stop_token_ids, tuple):
             msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        for field in _WHOLE:
+            value = getattr(self, field)
+            check(value is None or _is_whole(value), field, "a whole number")
+        for field in _REAL:
+            check(_is_real(getattr(self, field)), field, "a number")
+        check(all(isinstance(s, str) for s in self.stop), "stop", "strings")
+        check(all(map(_is_whole, self.stop_token_ids)), "stop_token_ids", "ids of tokens")
+        check(isinstance(self.ignore_eos, bool), "ignore_eos", "true or false")
         check(0 <= self.temperature <= 2, "temperature", "between 0 and 2")
         check(0 <= self.top_p <= 1, "top_p", "between 0 and 1")
         check(-1 <= self.top_k < 2**31, "top_k", "-1 (no limit), 0 (no limit) or a positive int32")
@@ -110,8 +132,10 @@ class SamplingParams(
             )
         check(all(0 <= t < 2**31 for t in self.stop_token_ids), "stop_token_ids", "ids of tokens")
         check(-(2**31) <= self.priority < 2**31, "priority", "a signed 32-bit integer")
+        check(isinstance(self.logit_bias, dict | None), "logit_bias", "a mapping")
         for token, bias in (self.logit_bias or {}).items():
-            if token < 0 or not -100 <= bias <= 100:
+            right = _is_whole(token) and _is_real(bias)
+            if not right or token < 0 or not -100 <= bias <= 100:
                 raise ValueError(
                     f"logit_bias must map ids of tokens to numbers between -100 and 100, "
                     f"not {token} to {bias}"

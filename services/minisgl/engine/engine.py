@@ -55,6 +55,7 @@ class Engine(StepEngine):
             torch.set_num_threads(max(1, usable_cpus() // comm.size))
         free_before = free_memory()
         comm.barrier()  # a rank that loads already would look like a host with less memory
+        self._attention = make_backend(config.attention_backend, self._device)
         self._model = CausalLM(model, dtype, comm, self._device)
         if config.load_format == "dummy":
             dummy_weights(self._model, self._device, config.seed)
@@ -79,7 +80,6 @@ class Engine(StepEngine):
         self._page_table[-1] = self._dummy_slot
         self._token_pool = zeros(shape, torch.int32, self._device, purpose)
         self._flat_pages, self._flat_tokens = self._page_table.view(-1), self._token_pool.view(-1)
-        self._attention = make_backend(config.attention_backend, self._device)
         self._sampler = Sampler(self.vocab_size, self._device, rows)
         self._warm_up()
         comm.barrier()
