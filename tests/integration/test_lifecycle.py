@@ -3,6 +3,7 @@
 Stub children stand for the roles, so each fault comes at will and takes milliseconds.
 """
 
+import fcntl
 import json
 import os
 import shutil
@@ -22,7 +23,7 @@ import pytest
 from minisgl.config import StartError
 from minisgl.gateway.listen import bind_http
 from minisgl.launch.serve import service_url
-from minisgl.rundir import RunDirectory
+from minisgl.rundir import LOCK_NAME, RunDirectory
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
 
@@ -286,6 +287,15 @@ def test_an_engine_that_dies_while_the_gateway_drains_ends_the_drain(world: Worl
     world.assert_nothing_left()
 
 
+def nobody_locks(path: Path) -> bool:
+    with path.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+
 def test_the_next_start_removes_what_a_power_loss_left(world: World) -> None:
     service = world.start(*ALL).wait_ready().wait_journal("rank 1 ready")
     (left,) = world.directories()
@@ -295,6 +305,8 @@ def test_the_next_start_removes_what_a_power_loss_left(world: World) -> None:
         os.kill(pid, signal.SIGKILL)
     service.end()
     until(lambda: not world.processes(), "all are dead")
+    # A dying process loses its memory, by which it was found, before it loses its locks.
+    until(lambda: nobody_locks(left / LOCK_NAME), "all locks are gone")
     assert world.directories() == [left]
     again = world.start(*ALL).wait_ready()
     assert len(world.directories()) == 1 and not left.exists()
