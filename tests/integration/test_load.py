@@ -24,6 +24,9 @@ MAX_GROWTH = {"model": 192 << 20, "fake": 48 << 20}
 """Bytes that one process may grow by after the warm-up. With the model most of it is the heap of
 tensors, whose sizes change with every batch; it was seen to wander by 40 MiB and not to grow. The
 fake engine answers many times more requests, so a leak for each of them shows there."""
+LAZY = 4
+"""Files that a process may open after the warm-up: a queue's socket (two) opens at its first use,
+and the first abort may come late. A leak is one for each of hundreds of clients."""
 # A small KV cache is full after the warm-up, so that its memory is in use before it is measured.
 FLAGS = ("--num-pages", "4096", "--max-seq-len", "1024", "--page-size", "1")
 
@@ -97,7 +100,7 @@ def test_clients_that_come_and_go_leave_nothing_behind(
         assert descendants(server.pid) == pids
 
         def files_are_closed() -> bool:
-            return all(now.files <= before[pid].files + 1 for pid, now in held(pids).items())
+            return all(now.files <= before[pid].files + LAZY for pid, now in held(pids).items())
 
         wait_until(files_are_closed, 30, lambda: f"{before} became {held(pids)}")
         growth = {role(p): now.memory - before[p].memory for p, now in held(pids).items()}
