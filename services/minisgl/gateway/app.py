@@ -74,7 +74,9 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def own_error(request: HttpRequest, error: Exception) -> Response:
-        return ApiError(500, "The gateway failed; its log says why.").response()
+        # The server closes the connection after this one; a client must not send into it again.
+        close = {"Connection": "close"}
+        return ApiError(500, "The gateway failed; its log says why.", headers=close).response()
 
 
 def _add_probes(app: FastAPI, service: Service) -> None:

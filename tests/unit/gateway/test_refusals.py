@@ -280,7 +280,9 @@ def test_an_unforeseen_error_is_a_500_in_the_same_shape(
     shared: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared.service, "start", None)
-    error = error_of(shared.post(CHAT, chat_body()), 500)
+    answer = shared.post(CHAT, chat_body())
+    error = error_of(answer, 500)
+    assert answer.headers["connection"] == "close"
     assert error["type"] == "server_error" and "NoneType" not in error["message"]
 
 

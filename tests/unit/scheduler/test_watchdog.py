@@ -52,7 +52,8 @@ def test_a_loop_that_has_ended_may_take_its_time() -> None:
 
 
 FORMING = """
-import ctypes, os, signal, threading, time
+import ctypes, logging, os, signal, threading, time
+logging.basicConfig(level="INFO")
 from minisgl.scheduler.watchdog import ends_at_once
 stop = threading.Event()
 signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
