@@ -43,7 +43,7 @@ class Engine(StepEngine):
         began = time.monotonic()
         self._comm = comm
         self._device = _device(config.device)
-        self._model_config = model = load_model_config(folder)
+        model = load_model_config(folder)
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
         self.max_seq_len = _max_seq_len(config, model)
