@@ -100,36 +100,23 @@ def _download(model: str, revision: str | None, files: Literal["all", "tokenizer
 
 
 def read_json(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
-    """The JSON object in `path`; `StartError` if it is broken, {} if absent and `missing_ok`."""
+    """The object in a JSON file of a model; {} if there is no file and `missing_ok`.
+
+    `StartError` if it is missing otherwise, unreadable or no object.
+    """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+        value = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
         if missing_ok:
             return {}
-        raise StartError(f"{path} is missing") from error
-    except (OSError, ValueError) as error:
-        raise StartError(f"{path} cannot be read: {error}") from error
+        raise StartError(f"{path}: no such file; a model is a Hugging Face folder") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartError(f"{path}: cannot be read: {error}") from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise StartError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise StartError(f"{path} must hold a JSON object, not {type(value).__name__}")
+        raise StartError(f"{path}: must hold a JSON object, not {type(value).__name__}")
     return value
-
-
-def eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """Ids that end an output: of generation_config.json, then of config.json, each once.
-
-    Each file may give one id, a list, or none. Raises `StartError` for anything else.
-    """
-    found: list[int] = []
-    for name in ("generation_config.json", "config.json"):
-        given = read_json(folder / name, missing_ok=True).get("eos_token_id")
-        ids = given if isinstance(given, list) else [] if given is None else [given]
-        if not all(type(i) is int and i >= 0 for i in ids):
-            raise StartError(
-                f"eos_token_id in {folder / name} must be a token id or a list of them, "
-                f"not {given!r}"
-            )
-        found += ids
-    return tuple(dict.fromkeys(found))
 
 
 def model_vocab_size(folder: Path) -> int | None:

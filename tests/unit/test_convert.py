@@ -15,7 +15,8 @@ from tokenizers import pre_tokenizers
 
 from minisgl.config import StartError, UsageError
 from minisgl.convert import convert_gguf
-from minisgl.hub import eos_token_ids, resolve_model
+from minisgl.hub import resolve_model
+from minisgl.models.config import load_model_config
 from minisgl.text import load_tokenizer
 
 HIDDEN, HEADS, KV_HEADS, INNER, LAYERS = 64, 4, 2, 96, 2
@@ -81,7 +82,7 @@ def test_the_folder_is_a_whole_model(file: Path, tmp_path: Path) -> None:
         "tokenizer.json", "tokenizer_config.json",
     ]  # fmt: skip
     assert resolve_model(str(folder)) == folder
-    assert eos_token_ids(folder) == (2, 3), "the end of a turn is an end, too"
+    assert load_model_config(folder).eos_token_ids == (2, 3), "the end of a turn is an end, too"
     config = json.loads((folder / "config.json").read_text())
     assert (config["rope_theta"], config["rms_norm_eps"]) == (5000.0, 1e-5)
     assert config["tie_word_embeddings"] is True
@@ -256,7 +257,7 @@ def test_the_real_tokenizer_is_that_of_transformers(pair: tuple[Path, Path]) -> 
     turns = [{"role": "user", "content": "What is the capital of France?"}]
     rendered = theirs.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
     assert ours.encode_chat(turns) == theirs.encode(rendered, add_special_tokens=False)
-    assert eos_token_ids(folder) == (ours.encode("<|im_end|>")[0],)
+    assert load_model_config(folder).eos_token_ids == (ours.encode("<|im_end|>")[0],)
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """What inference needs to know of a model, read from the `config.json` of a Hugging Face folder."""
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from minisgl.config import StartError, UsageError
+from minisgl.hub import read_json
 from minisgl.layers.rotary import ROPE_TYPES, RopeConfig
 from minisgl.models.registry import Family, family_of
 
@@ -92,21 +92,6 @@ class _Fields:
         if not isinstance(value, bool):
             raise self.fail(name, "true or false")
         return value
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. `StartError` if it is missing, unreadable or no object."""
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        raise StartError(f"{path}: no such file; a model is a Hugging Face folder") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise StartError(f"{path}: cannot be read: {error}") from None
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise StartError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise StartError(f"{path}: must hold a JSON object, not {type(value).__name__}")
-    return value
 
 
 def load_model_config(folder: str | Path) -> ModelConfig:
@@ -308,7 +293,7 @@ def _moe(fields: _Fields, layers: int) -> MoeConfig | None:
 
 def _eos_ids(folder: Path, raw: dict[str, Any]) -> tuple[int, ...]:
     path = folder / "generation_config.json"
-    given = read_json(path).get("eos_token_id") if path.exists() else None
+    given = read_json(path, missing_ok=True).get("eos_token_id")
     if given is None:
         path, given = folder / "config.json", raw.get("eos_token_id")
     ids = [] if given is None else given if isinstance(given, list) else [given]

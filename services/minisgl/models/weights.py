@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from minisgl.config import StartError
+from minisgl.hub import read_json
 from minisgl.layers.base import BaseOP, Piece
-from minisgl.models.config import read_json
 
 _log = logging.getLogger(__name__)
 
