@@ -17,7 +17,7 @@ from minisgl.attention.registry import make_backend
 from minisgl.config import EngineConfig, StartError, UsageError
 from minisgl.distributed import Communicator
 from minisgl.engine.fake import Ready
-from minisgl.engine.host import free_memory, usable_cpus
+from minisgl.engine.host import free_memory, host_id, usable_cpus
 from minisgl.engine.memory import pages_for_requests, plan_pages
 from minisgl.engine.sampler import Sampler
 from minisgl.engine.step import Int32s, StepEngine, StepInput, StepOutput, StepResult, TableWrites
@@ -51,23 +51,40 @@ class Engine(StepEngine):
         dtype = _dtype(config.dtype, model)
         if config.quantization != "none":
             raise UsageError(f"--quantization {config.quantization} is not available yet")
+        # All measure before any loads: that would look like a host with less memory.
+        seen = comm.gather_ints([host_id(), free_memory()])
+        hosts, free_before = [host for host, _ in seen], [free for _, free in seen]
+        sharing = [hosts.count(host) for host in hosts]
         if self._device.type == "cpu":
-            torch.set_num_threads(max(1, usable_cpus() // comm.size))
-        free_before = free_memory()
-        comm.barrier()  # a rank that loads already would look like a host with less memory
+            torch.set_num_threads(max(1, usable_cpus() // sharing[comm.rank]))
         self._attention = make_backend(config.attention_backend, self._device)
         self._model = CausalLM(model, dtype, comm, self._device)
         if config.load_format == "dummy":
             dummy_weights(self._model, self._device, config.seed)
         else:
             load_weights(self._model, folder, self._device, progress)
-        self.num_pages = self._plan_pages(config, model, dtype, free_before)
-        heads = head_shard(model.num_heads, model.num_kv_heads, comm.rank, comm.size)
+        kv_heads = head_shard(model.num_heads, model.num_kv_heads, comm.rank, comm.size).kv.local
+        weights = comm.gather_ints([_weight_bytes(self._model)])
+        self.num_pages = config.num_pages or plan_pages(
+            free_before=free_before,
+            sharing=sharing,
+            model_bytes=[taken for (taken,) in weights],
+            activation_bytes=_activation_bytes(model, config, dtype),
+            memory_ratio=config.memory_ratio or 0.5,
+            page_bytes=page_bytes(
+                layers=model.num_layers,
+                kv_heads=kv_heads,
+                page_size=self.page_size,
+                head_dim=model.head_dim,
+                dtype=dtype,
+            ),
+            most=pages_for_requests(config.max_running_requests, self.max_seq_len, self.page_size),
+        )
         self._pool = KVPool(
             layers=model.num_layers,
             pages=self.num_pages,
             page_size=self.page_size,
-            kv_heads=heads.kv.local,
+            kv_heads=kv_heads,
             head_dim=model.head_dim,
             dtype=dtype,
             device=self._device,
@@ -129,34 +146,6 @@ class Engine(StepEngine):
     def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
 
-    def _plan_pages(
-        self, config: EngineConfig, model: ModelConfig, dtype: torch.dtype, free_before: int
-    ) -> int:
-        most = pages_for_requests(config.max_running_requests, self.max_seq_len, self.page_size)
-        heads = head_shard(model.num_heads, model.num_kv_heads, self._comm.rank, self._comm.size)
-        size = page_bytes(
-            layers=model.num_layers,
-            kv_heads=heads.kv.local,
-            page_size=self.page_size,
-            head_dim=model.head_dim,
-            dtype=dtype,
-        )
-        weights = sum(t.numel() * t.element_size() for t in self._model.state_dict().values())
-        figures = self._comm.gather_ints([free_before, weights])
-        if config.num_pages is not None:
-            return config.num_pages
-        # Ranks of one host see the same free memory, and share it.
-        ratio = config.memory_ratio or 0.5
-        return plan_pages(
-            free_before=[free // self._comm.size for free, _ in figures],
-            model_bytes=[taken for _, taken in figures],
-            activation_bytes=_activation_bytes(model, config, dtype),
-            memory_ratio=ratio,
-            page_bytes=size,
-            most=most,
-            page_size=self.page_size,
-        )
-
     def _warm_up(self) -> None:
         """One prefill and one decode step on the dummy row: libraries choose their kernels."""
         width, row = self.max_seq_len, self._page_table.shape[0] - 1
@@ -214,6 +203,10 @@ def _max_seq_len(config: EngineConfig, model: ModelConfig) -> int:
     if limit < 2:
         raise StartError("the sequence limit must be at least 2 tokens: a prompt and an output")
     return limit
+
+
+def _weight_bytes(model: CausalLM) -> int:
+    return sum(t.numel() * t.element_size() for t in model.state_dict().values())
 
 
 def _activation_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:

@@ -4,7 +4,7 @@ import json
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -227,8 +227,9 @@ def test_no_rank_loads_before_all_have_seen_their_free_memory(
     events: list[str] = []
 
     class Watched(SingleRank):
-        def barrier(self) -> None:
-            events.append("barrier")
+        def gather_ints(self, values: Sequence[int]) -> list[list[int]]:
+            events.append("exchange")
+            return super().gather_ints(values)
 
     def measured() -> int:
         events.append("measure")
@@ -242,7 +243,7 @@ def test_no_rank_loads_before_all_have_seen_their_free_memory(
     monkeypatch.setattr("minisgl.engine.engine.load_weights", loaded)
     with pytest.raises(StartError, match="enough seen"):
         Engine(EngineConfig(model=str(tiny)), tiny, Watched())
-    assert events == ["measure", "barrier", "load"]
+    assert events == ["measure", "exchange", "load"]
 
 
 def test_all_ranks_take_the_pages_that_the_fullest_one_can_hold(
@@ -250,22 +251,29 @@ def test_all_ranks_take_the_pages_that_the_fullest_one_can_hold(
 ) -> None:
     mine = threading.local()
     monkeypatch.setattr("minisgl.engine.engine.free_memory", lambda: mine.free)
+    monkeypatch.setattr("minisgl.engine.engine.host_id", lambda: mine.host)
     config = EngineConfig(model=str(tiny), dtype="float32", max_prefill_tokens=64)
 
-    def pages(rank: int, free: int, meet: str) -> int:
-        mine.free = free
+    def pages(rank: int, free: int, host: int, meet: str) -> int:
+        mine.free, mine.host = free, host
         comm = GlooCommunicator(f"file://{tmp_path}/{meet}", rank, 2, 60, host="127.0.0.1")
         try:
             return Engine(config, tiny, comm).num_pages
         finally:
             comm.close()
 
-    found = []
-    with ThreadPoolExecutor(2) as pool:
-        for meet, free in (("a", (2**29, 2**28)), ("b", (2**28, 2**28)), ("c", (2**29, 2**29))):
-            found.append(list(pool.map(pages, (0, 1), free, (meet, meet))))
-    assert found[0] == found[1] and found[0][0] == found[0][1]
-    assert found[0][0] < found[2][0], "memory and not the number of requests must decide here"
+    def of_both(free: tuple[int, int], hosts: tuple[int, int]) -> int:
+        meet = f"{free}{hosts}"
+        with ThreadPoolExecutor(2) as pool:
+            first, second = pool.map(pages, (0, 1), free, hosts, (meet, meet))
+        assert first == second
+        return first
+
+    little = of_both((2**28, 2**28), (7, 7))
+    much = of_both((2**29, 2**29), (7, 7))
+    assert little < much, "memory and not the number of requests must decide here"
+    assert of_both((2**29, 2**28), (7, 7)) == little
+    assert of_both((2**28, 2**28), (7, 8)) == much, "ranks divide the memory of their own host"
 
 
 def test_tables_that_no_machine_can_hold_name_the_flags(tiny: Path) -> None:

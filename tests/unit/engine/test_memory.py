@@ -1,5 +1,7 @@
 """How many pages the KV cache gets, and what a host leaves to a process."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,8 +21,9 @@ def _plan(**changes: object) -> int:
         "memory_ratio": 0.5,
         "page_bytes": 2**20,
         "most": 10**9,
-        "page_size": 1,
     }
+    free = changes.get("free_before", given["free_before"])
+    given["sharing"] = [1] * len(free)  # type: ignore[arg-type]
     return plan_pages(**(given | changes))  # type: ignore[arg-type]
 
 
@@ -37,6 +40,14 @@ def test_ranks_that_differ_by_more_than_two_gib_are_an_error_that_names_them() -
     assert _plan(free_before=[10 * GIB, 8 * GIB], model_bytes=[GIB, GIB]) == 2048
     with pytest.raises(StartError, match=r"rank 1 has 7\.90 GiB free and rank 0 10\.00 GiB"):
         _plan(free_before=[10 * GIB, int(7.9 * GIB)], model_bytes=[GIB, GIB])
+
+
+def test_ranks_share_the_memory_of_their_own_host_only() -> None:
+    free = [12 * GIB] * 3
+    models = [GIB // 2] * 3
+    alone = _plan(free_before=free, sharing=[1, 1, 1], model_bytes=models)
+    packed = _plan(free_before=free, sharing=[2, 2, 1], model_bytes=models)
+    assert (alone, packed) == (4608, 1536)
 
 
 def test_never_more_pages_than_all_requests_need() -> None:
@@ -74,6 +85,14 @@ def test_a_container_cpu_quota_counts_and_never_means_no_core(tmp_path: Path) ->
     assert host._cpu_quota(_cgroup(tmp_path, cpu_max="250000 100000\n")) == 2.5
     assert host._cpu_quota(_cgroup(tmp_path, cpu_max="50000 100000\n")) == 1.0
     assert host._cpu_quota(_cgroup(tmp_path, cpu_max="max 100000\n")) is None
+
+
+def test_every_process_of_this_host_gives_it_the_same_number() -> None:
+    asked = "from minisgl.engine.host import host_id; print(host_id())"
+    other = subprocess.run(
+        [sys.executable, "-c", asked], capture_output=True, text=True, timeout=60
+    )
+    assert 0 < host.host_id() == int(other.stdout) < 2**63
 
 
 def test_this_host_has_a_core_and_memory() -> None:
