@@ -9,8 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,21 +168,19 @@ class Deployment:
         model: Path,
         server: RedisServer,
         *,
-        groups: int = 1,
-        size: int = 2,
+        sizes: Sequence[int] = (2,),
         gateways: int = 1,
         bus: Sequence[str] = (),
         gateway_flags: Sequence[str] = (),
     ) -> None:
-        """`bus`: the flags of the bus, by default those of `server`."""
+        """`sizes`: the ranks of each group; `bus`: its flags, by default those of `server`."""
         self.redis = server
         self.folder = Path(tempfile.mkdtemp(prefix="deployment-"))
         self.urls: list[str] = []
         self.workers: dict[str, Worker] = {}
         bus = bus or [f"--bus={server.url}"]
         shared = [*bus, "--service=test", f"--heartbeat-timeout-seconds={T:g}", f"--model={model}"]
-        engine = [f"--tensor-parallel-size={size}", "--device=cpu", "--dtype=float32"]
-        engine += ["--num-pages=20000", "--memory-ratio=0.9"]
+        engine = ["--device=cpu", "--dtype=float32", "--num-pages=20000", "--memory-ratio=0.9"]
         port = server.port
         for n in range(gateways):
             port = free_port(port + 1)
@@ -193,9 +190,9 @@ class Deployment:
         for role in ("tokenizer", "detokenizer"):
             for n in range(2):
                 self._add(f"{role}{n}", role, *shared, f"--id={role[0]}{n}")
-        for group in range(groups):
+        for group, size in enumerate(sizes):
             for rank in range(size):
-                place = [f"--group=g{group}", f"--tp-rank={rank}"]
+                place = [f"--group=g{group}", f"--tensor-parallel-size={size}", f"--tp-rank={rank}"]
                 self._add(f"rank{group}.{rank}", "engine", *shared, *engine, *place)
         self._stopping = threading.Event()
         self._supervisor = threading.Thread(target=self._supervise, daemon=True)
@@ -283,47 +280,3 @@ class Deployment:
         assert not wrong, f"{wrong}\n{self.logs()}"
         if error is None:
             shutil.rmtree(self.folder)
-
-
-Fault = Callable[[Deployment], None]
-
-
-def kill(*names: str) -> Fault:
-    """SIGKILL to these workers at once."""
-
-    def fault(deployment: Deployment) -> None:
-        for name in names:
-            deployment[name].signal(signal.SIGKILL)
-
-    return fault
-
-
-def terminate(*names: str) -> Fault:
-    """SIGTERM to these workers."""
-
-    def fault(deployment: Deployment) -> None:
-        for name in names:
-            deployment[name].signal(signal.SIGTERM)
-
-    return fault
-
-
-def pause(name: str, seconds: float = 2 * T, then: int = signal.SIGCONT) -> Fault:
-    """Freeze a worker; afterwards it goes on as if nothing had been, or gets another signal."""
-
-    def fault(deployment: Deployment) -> None:
-        deployment[name].signal(signal.SIGSTOP)
-        time.sleep(seconds)
-        deployment[name].signal(then)
-
-    return fault
-
-
-@contextlib.contextmanager
-def redis_frozen(deployment: Deployment) -> Iterator[None]:
-    """Redis holds its connections and answers nothing."""
-    deployment.redis.send_signal(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        deployment.redis.send_signal(signal.SIGCONT)
