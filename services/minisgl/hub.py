@@ -4,8 +4,11 @@ What looks like a path (it starts with `.`, `/` or `~`, or it exists) is a folde
 asked for on the hub, so a typing error in a path cannot become a download.
 """
 
+import contextlib
+import errno
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +17,20 @@ from minisgl.config import StartError, UsageError
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
 _IGNORED = ["original/*", "onnx/*", "consolidated*"]
+COMPLETE = ".minisgl-complete"
+"""Marker in a folder that `download` has filled; a folder without it is not used."""
+
+
+class TokenError(UsageError):
+    """The hub wants another token: exit code 3."""
+
+    exit_code = 3
+
+
+class SpaceError(StartError):
+    """The disk is full: exit code 4."""
+
+    exit_code = 4
 
 
 def resolve_model(
@@ -65,18 +82,89 @@ def require_tokenizer(folder: Path) -> None:
 
 
 def _download(model: str, revision: str | None, files: Literal["all", "tokenizer"]) -> Path:
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import snapshot_download
 
-    patterns = [*_TOKENIZER_FILES, *(["*.safetensors"] if files == "all" else [])]
-    at = f"{model}@{revision}" if revision else model
-    try:
+    with _told(model, revision):
         folder = Path(
             snapshot_download(
-                model, revision=revision, allow_patterns=patterns, ignore_patterns=_IGNORED
+                model,
+                revision=revision,
+                allow_patterns=_patterns(files),
+                ignore_patterns=_IGNORED,
             )
         )
-    except errors.GatedRepoError as error:
+    return _checked_download(model, revision, folder)
+
+
+def resolve_commit(model: str, revision: str | None, token: str | None = None) -> str:
+    """The commit (40 hex digits) that a branch, tag or commit of a repository names now.
+
+    Raises what `download` raises.
+    """
+    from huggingface_hub import HfApi
+
+    with _told(model, revision):
+        commit = HfApi().model_info(model, revision=revision, token=token).sha
+    if commit is None:
+        raise StartError(f"model {_at(model, revision)!r}: the hub names no commit for it")
+    return commit
+
+
+def download(
+    model: str,
+    folder: Path,
+    *,
+    commit: str,
+    files: Literal["all", "tokenizer"] = "all",
+    token: str | None = None,
+) -> None:
+    """Fill `folder` with the files of a repository at `commit`, and mark it complete.
+
+    Files that are there are kept, and one that was broken off goes on where it stopped. The caller
+    sees to it that nobody else fills the folder. Raises `TokenError`, `SpaceError`, `UsageError`
+    for a repository or commit that does not exist, and `StartError` for a hub that fails.
+    """
+    from huggingface_hub import snapshot_download
+
+    with _told(model, commit):
+        snapshot_download(
+            model,
+            revision=commit,
+            local_dir=folder,
+            token=token,
+            allow_patterns=_patterns(files),
+            ignore_patterns=_IGNORED,
+        )
+    _checked_download(model, commit, folder)
+    (folder / COMPLETE).write_text(commit + "\n")
+
+
+def _patterns(files: Literal["all", "tokenizer"]) -> list[str]:
+    return [*_TOKENIZER_FILES, *(["*.safetensors"] if files == "all" else [])]
+
+
+def _at(model: str, revision: str | None) -> str:
+    return f"{model}@{revision}" if revision else model
+
+
+def _checked_download(model: str, revision: str | None, folder: Path) -> Path:
+    if not (folder / "config.json").is_file():
         raise UsageError(
+            f"model {_at(model, revision)!r} holds no config.json: it is not in Hugging Face format"
+        )
+    return folder
+
+
+@contextlib.contextmanager
+def _told(model: str, revision: str | None) -> Iterator[None]:
+    """Turns what the hub's client raises into one line for the user."""
+    from huggingface_hub import errors
+
+    at = _at(model, revision)
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise TokenError(
             f"model {at!r} is gated: accept its terms on its page of the hub and set HF_TOKEN"
         ) from error
     except errors.RevisionNotFoundError as error:
@@ -92,11 +180,13 @@ def _download(model: str, revision: str | None, files: Literal["all", "tokenizer
             "be reached (or HF_HUB_OFFLINE is set)"
         ) from error
     except (errors.HfHubHTTPError, OSError, ValueError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise StartError(f"model {at!r} could not be downloaded: {reason[0]}") from error
-    if not (folder / "config.json").is_file():
-        raise UsageError(f"model {at!r} holds no config.json: it is not in Hugging Face format")
-    return folder
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise SpaceError(f"model {at!r} does not fit on the disk: {reason}") from error
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status in (401, 403):
+            raise TokenError(f"model {at!r}: the hub refuses the token: {reason}") from error
+        raise StartError(f"model {at!r} could not be downloaded: {reason}") from error
 
 
 def read_json(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:

@@ -173,7 +173,7 @@ def test_a_repository_is_downloaded_without_what_is_not_needed(
 @pytest.mark.parametrize(
     ("call", "env", "words"),
     [
-        ("resolve_model('org/gated')", {}, "UsageError model 'org/gated' is gated"),
+        ("resolve_model('org/gated')", {}, "TokenError model 'org/gated' is gated"),
         ("resolve_model('org/none')", {}, "UsageError model 'org/none' is not on the hub"),
         ("resolve_model('org/good', revision='no-such')", {}, "UsageError model 'org/good' has no"),
         ("resolve_model('org/x')", {"HF_HUB_OFFLINE": "1"}, "StartError model 'org/x' is neither"),
