@@ -195,7 +195,6 @@ class ApiServer:
                     Write(
                         verb=event["verb"],
                         resource=resource,
-                        + (f"/{subresource}" if subresource else ""),
                         namespace=of.get("namespace", ""),
                         name=of.get("name", ""),
                         user_agent=event.get("userAgent", ""),
