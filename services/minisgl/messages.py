@@ -367,6 +367,9 @@ class WorkerState(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Counts up while the worker's own loop turns."""
     pod: str = ""
     draining: bool = False
+    bus_errors: int = 0
+    """Entries and messages that could not be read, since the start. A process of two roles counts
+    them in one of its states."""
     load: "GroupLoad | None" = None
     """Rank 0 of a formed group only."""
 
@@ -389,8 +392,6 @@ class GroupLoad(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Sum over all steps."""
     step_buckets: list[int] = []
     """Steps at most as long as each of STEP_BUCKETS; cumulative, without +Inf."""
-    bus_errors: int = 0
-    """Entries that this worker could not read."""
     retractions: int = 0
     """Requests that gave their pages back and were computed again."""
 

@@ -9,7 +9,7 @@ import pytest
 from minisgl.bus import Bus, Entry
 from minisgl.bus.base import BusError
 from minisgl.config import WorkerConfig
-from minisgl.messages import AbortMsg, Message, WorkerState
+from minisgl.messages import AbortMsg, AuditMsg, Message, WorkerState
 from minisgl.tokenizer import loop
 from minisgl.tokenizer.loop import Addressed, run_loop
 
@@ -49,6 +49,9 @@ class ScriptedBus(Bus):
         self.fails = dict(fails)
         self.log: list[Any] = []
         self.stop = threading.Event()
+        self.counted: list[list[int]] = []
+        """`bus_errors` of each state that was shown, by boot."""
+        self._boots: list[int] = []
 
     def _maybe_fail(self, call: str) -> None:
         if self.fails.get(call, 0) > 0:
@@ -75,6 +78,10 @@ class ScriptedBus(Bus):
 
     def publish_state(self, state: WorkerState) -> None:
         self._maybe_fail("publish")
+        if state.boot not in self._boots:
+            self._boots.append(state.boot)
+            self.counted.append([])
+        self.counted[self._boots.index(state.boot)].append(state.bus_errors)
 
     def read_states(self) -> list[WorkerState]:
         self._maybe_fail("read")
@@ -111,3 +118,13 @@ def test_an_acknowledgement_that_fails_is_not_the_end() -> None:
 
 def test_one_malformed_message_does_not_take_its_neighbours_along() -> None:
     assert log_of([[ask(1), ask(13), ask(2)]]) == [("out", [1, 2]), "ack"]
+
+
+def test_what_cannot_be_read_is_counted_in_one_state_of_the_process() -> None:
+    stray = AuditMsg(boot=1, group="g0", incarnation=2, detokenizer="d0")
+    bus = ScriptedBus([[ask(13), stray], [ask(1)]], {})
+    bus.errors = 3  # entries that the bus itself could not read
+    other = Echo()
+    other.handles = ()
+    assert run_loop(CONFIG, bus, [Echo(), other], stop=bus.stop) == 0
+    assert [counts[-1] for counts in bus.counted] == [5, 0]

@@ -64,7 +64,8 @@ class Bus(ABC):
     """
 
     errors: int = 0
-    """Entries that could not be read since the start."""
+    """Entries that could not be read since the start; whoever finds a message in one that makes no
+    sense adds to it."""
     congested: bool = False
     """What was sent cannot leave at present: say nothing that can be said later."""
 

@@ -123,6 +123,11 @@ class Fleet:
         self._turn += 1
         return takers[self._turn % len(takers)]
 
+    def bus_errors(self) -> list[tuple[str, str, int]]:
+        """(role, id, count) of every other worker that is shown; gateways show their own."""
+        shown = [seen.state for seen in self._seen.values() if seen.shown]
+        return sorted((s.role, s.id, s.bus_errors) for s in shown if s.role != "gateway")
+
     def loads(self) -> list[GroupLoad]:
         """The figures of every group that is shown, for the metrics."""
         shown = [seen.state.load for seen in self._seen.values() if seen.shown]

@@ -57,6 +57,7 @@ class Link:
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
         self._looked: float | None = None
+        self._strays = 0
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
@@ -70,8 +71,12 @@ class Link:
 
     @property
     def errors(self) -> int:
-        """Entries that could not be read."""
-        return self._bus.errors
+        """Entries that could not be read, and messages that are not for a gateway."""
+        return self._bus.errors + self._strays
+
+    def count_stray(self) -> None:
+        """One more message that is not for a gateway."""
+        self._strays += 1
 
     def healthy(self) -> bool:
         """Whether the bus answered lately."""

@@ -30,14 +30,14 @@ _GAUGES = (
 class Metrics:
     """The metrics of one gateway, in a registry of its own.
 
-    `loads`, `replays` and `bus_errors` are asked at each scrape.
+    `loads`, `replays` and `bus_errors`, which gives (role, id, count), are asked at each scrape.
     """
 
     def __init__(
         self,
         loads: Callable[[], Sequence[GroupLoad]],
         replays: Callable[[], int],
-        bus_errors: Callable[[], int],
+        bus_errors: Callable[[], Sequence[tuple[str, str, int]]],
     ) -> None:
         self.registry = registry = CollectorRegistry()
         self.prompt_tokens = Counter(
@@ -101,7 +101,7 @@ class _Groups(Collector):
         self,
         loads: Callable[[], Sequence[GroupLoad]],
         replays: Callable[[], int],
-        bus_errors: Callable[[], int],
+        bus_errors: Callable[[], Sequence[tuple[str, str, int]]],
     ) -> None:
         self._loads = loads
         self._replays = replays
@@ -119,16 +119,17 @@ class _Groups(Collector):
             "minisgl_retractions", "Requests that gave their pages back", labels=["group"]
         )
         errors = CounterMetricFamily(
-            "minisgl_bus_errors", "Entries of the bus that could not be read", labels=["worker"]
+            "minisgl_bus_errors",
+            "Entries and messages of the bus that could not be read",
+            labels=["role", "id"],
         )
-        errors.add_metric(["gateway"], self._bus_errors())
+        for role, id, count in self._bus_errors():
+            errors.add_metric([role, id], count)
         steps = HistogramMetricFamily(
             "minisgl_step_seconds", "Steps of a group's scheduler", labels=["group"]
         )
         for load in loads:
             retractions.add_metric([load.group], load.retractions)
-            if load.group:
-                errors.add_metric([load.group], load.bus_errors)
             counts = load.step_buckets or [0] * len(STEP_BUCKETS)
             buckets = [
                 (str(float(b)), float(n)) for b, n in zip(STEP_BUCKETS, counts, strict=False)

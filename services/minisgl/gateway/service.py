@@ -80,7 +80,9 @@ class Service:
             fail=self._fail,
         )
         self.metrics = Metrics(
-            self.fleet.loads, lambda: self.requests.replays, lambda: self.link.errors
+            self.fleet.loads,
+            lambda: self.requests.replays,
+            lambda: [("gateway", config.id, self.link.errors), *self.fleet.bus_errors()],
         )
 
     # --- from the link ----------------------------------------------------------------------
@@ -103,6 +105,7 @@ class Service:
             elif isinstance(message, AuditMsg):
                 self.requests.audit(message, now)
             else:
+                self.link.count_stray()
                 log.warning("dropped a %s: it is not for a gateway", type(message).__name__)
         self._flush()
 
@@ -163,7 +166,7 @@ class Service:
         for prompt in prompts:
             self._check_length(prompt)
         count = len(prompts) * len(samplings)
-        limit = self.config.max_queued_requests
+        limit = max(1, self.config.max_queued_requests)  # who comes alone has nobody to wait for
         if count > limit:
             raise ApiError(
                 400,

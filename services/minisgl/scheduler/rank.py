@@ -127,7 +127,6 @@ class Rank:
             steps=self._clock.steps,
             step_seconds=self._clock.seconds,
             step_buckets=self._clock.cumulative(),
-            bus_errors=self._errors + (self._bus.errors if self._bus is not None else 0),
             retractions=scheduler.retractions,
         )
 
@@ -148,7 +147,10 @@ class Rank:
         if now < self._next_second:
             return
         self._next_second = now + IDLE_SECONDS
-        self._publish(self._state(self.load() if self._sink is not None else None))
+        state = self._state(self.load() if self._sink is not None else None)
+        if self._bus is not None:
+            state.bus_errors = self._errors + self._bus.errors
+        self._publish(state)
         if self._scheduler.idle and self._unchecked:
             self._unchecked = False
             integrity.check(self._scheduler)

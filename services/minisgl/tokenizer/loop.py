@@ -113,6 +113,7 @@ def _turn(
                 core.tick()
                 state.beat += 1
                 state.draining = deadline is not None
+                state.bus_errors = bus.errors if state is states[0] else 0
                 with _outage("the state"):  # the next beat brings it
                     bus.publish_state(state)
         if not ready:
@@ -129,15 +130,16 @@ def _turn(
             entries = bus.receive(_WAIT_SECONDS)
         if entries:
             heard = time.monotonic()
-            if send_all(bus, _handled(by_kind, entries), late):
+            if send_all(bus, _handled(bus, by_kind, entries), late):
                 with _outage("acknowledging"):  # they come again, as duplicates
                     bus.ack(entries)
 
 
-def _handled(by_kind: dict[type, Core], entries: Iterable[Entry]) -> Iterable[Addressed]:
+def _handled(bus: Bus, by_kind: dict[type, Core], entries: Iterable[Entry]) -> Iterable[Addressed]:
     for message, deliveries in ((m, e.deliveries) for e in entries for m in e.messages):
         core = by_kind.get(type(message))
         if core is None:
+            bus.errors += 1
             log.warning("dropped a %s: not for this worker", type(message).__name__)
             continue
         try:
@@ -146,6 +148,7 @@ def _handled(by_kind: dict[type, Core], entries: Iterable[Entry]) -> Iterable[Ad
             else:
                 yield from core.handle(message)
         except ValueError as error:
+            bus.errors += 1
             log.warning("dropped a malformed %s: %s", type(message).__name__, error)
 
 

@@ -223,3 +223,21 @@ def test_metrics_exist_from_the_start_and_count_a_request_once(stage: Stage) -> 
     text = stage.http.get("/metrics").text
     assert re.search(r'^minisgl_kv_pages_free\{group="g0"\} 60\.0$', text, re.M)
     assert 'minisgl_step_seconds_bucket{group="g0",le="0.5"} 3.0' in text
+
+
+def test_metrics_show_what_each_worker_could_not_read(stage: Stage) -> None:
+    rank, tokenizer, _ = stage.bus.states
+    rank.bus_errors, tokenizer.bus_errors = 2, 5
+
+    def shown() -> list[tuple[str, ...]]:
+        text = stage.http.get("/metrics").text
+        return re.findall(r'^minisgl_bus_errors_total\{id="(.*)",role="(.*)"\} (.*)$', text, re.M)
+
+    wait_until(
+        lambda: shown() == [
+            ("gw", "gateway", "0.0"), ("d0", "detokenizer", "0.0"), ("g0/0", "rank", "2.0"),
+            ("t0", "tokenizer", "5.0"),
+        ],
+        10,
+        lambda: str(shown()),
+    )  # fmt: skip
