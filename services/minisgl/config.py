@@ -76,7 +76,7 @@ class EngineConfig:
     )
     memory_ratio: float | None = flag(
         None,
-        "share of the free memory for weights and KV cache, over 0 to 1 (default: 0.9 on a GPU, "
+        "share of the free memory for weights and KV cache, 0 to 1 (default: 0.9 on a GPU, "
         "0.5 on a CPU)",
     )
     cache_type: str = flag(
@@ -143,9 +143,9 @@ class EngineConfig:
             "0 or more",
         )
         check(
-            self.memory_ratio is None or 0 < self.memory_ratio <= 1,
+            self.memory_ratio is None or 0 <= self.memory_ratio <= 1,
             "memory_ratio",
-            "over 0 and at most 1",
+            "between 0 and 1",
         )
 
     @property
@@ -217,7 +217,13 @@ class GatewayConfig(WorkerConfig):
     root_path: str = flag("", "prefix that a proxy leaves on every path, such as /qwen")
     max_queued_requests: int = flag(
         1024,
-        "choices of requests that may wait for their first token; one more is answered 429",
+        "choices of requests that may wait for their first token; one more is answered 429. 0 is "
+        "as 1: a request waits for nobody",
+    )
+    max_body_bytes: int = flag(
+        16 << 20,
+        "size of a request's body, in bytes; an eighth of it for /tokenize and /detokenize, which "
+        "take 150 times as much memory. All open requests together may hold 16 times as much",
     )
     request_timeout_seconds: float = flag(
         3600.0,
@@ -237,7 +243,8 @@ class GatewayConfig(WorkerConfig):
         super().__post_init__()
         limits = {
             "port": (0, 65535),
-            "max_queued_requests": (1, None),
+            "max_queued_requests": (0, None),
+            "max_body_bytes": (1024, None),
             "request_timeout_seconds": (0.001, None),
             "max_attempts": (1, None),
             "replay_wait_seconds": (0, None),

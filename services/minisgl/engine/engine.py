@@ -70,7 +70,7 @@ class Engine(StepEngine):
             sharing=sharing,
             model_bytes=[taken for (taken,) in weights],
             activation_bytes=_activation_bytes(model, config, dtype),
-            memory_ratio=config.memory_ratio or 0.5,
+            memory_ratio=0.5 if config.memory_ratio is None else config.memory_ratio,
             page_bytes=page_bytes(
                 layers=model.num_layers,
                 kv_heads=kv_heads,

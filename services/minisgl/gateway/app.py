@@ -49,7 +49,8 @@ def build_app(service: Service) -> App:
     _add_probes(app, service)
     _add_tokens(app, service)
     _add_generation(app, service)
-    return Edge(app, service.keys, service.config.root_path)
+    config = service.config
+    return Edge(app, service.keys, config.root_path, config.max_body_bytes)
 
 
 def _json(value: Any, status: int = 200) -> Response:

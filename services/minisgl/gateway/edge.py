@@ -20,10 +20,13 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
 """Probes and scrapers need no key."""
-MAX_BODY_BYTES = 16 << 20
-"""Several times the text of the longest context that models have."""
-MAX_OPEN_BYTES = 256 << 20
-"""Of the bodies of all requests that are open: what clients can make a gateway hold."""
+TOKEN_PATHS = frozenset({"/tokenize", "/detokenize"})
+"""What the gateway itself encodes and decodes."""
+TOKEN_SHARE = 8
+"""Of the largest body: the part that such a request may have. The library that encodes takes 150
+bytes for a byte of text."""
+OPEN_BODIES = 16
+"""So many of the largest bodies may be open at once: what clients can make a gateway hold."""
 BODY_SECONDS = 120.0
 """For a whole body, from its headers on."""
 SHOWN = 200
@@ -39,8 +42,9 @@ class Edge:
     Each answer is one line of the log, at its end; those to probes and scrapers are none.
     """
 
-    def __init__(self, app: App, keys: Keys, root_path: str) -> None:
+    def __init__(self, app: App, keys: Keys, root_path: str, max_body_bytes: int) -> None:
         self._app = app
+        self.max_body_bytes = max_body_bytes
         self._keys = keys
         self._root_path = "/" + root_path.strip("/") if root_path.strip("/") else ""
         self.open_bytes = 0
@@ -62,8 +66,11 @@ class Edge:
             await send(event)
 
         scope = self._without_prefix(scope)
-        error = self._refusal(scope["path"], headers)
-        body = _Body(self, receive)
+        limit = self.max_body_bytes
+        if scope["path"] in TOKEN_PATHS:
+            limit //= TOKEN_SHARE
+        error = self._refusal(scope["path"], headers, limit)
+        body = _Body(self, receive, limit)
         try:
             if error is not None:
                 await error.response()(scope, receive, send_with_id)
@@ -94,7 +101,7 @@ class Edge:
                 scope["raw_path"] = raw.removeprefix(root.encode()) or b"/"
         return scope
 
-    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
+    def _refusal(self, path: str, headers: dict[bytes, bytes], limit: int) -> ApiError | None:
         if path not in OPEN_PATHS and not self._keys.allow(headers.get(b"authorization")):
             return ApiError(
                 401,
@@ -103,26 +110,31 @@ class Edge:
                 headers={"WWW-Authenticate": "Bearer"},
             )
         length = headers.get(b"content-length", b"0")
-        return _too_large() if length.isdigit() and int(length) > MAX_BODY_BYTES else None
+        # int() of very many digits is an error of its own.
+        too_large = length.isdigit() and (len(length) > 18 or int(length) > limit)
+        return self.too_large(limit) if too_large else None
 
-
-def _too_large() -> ApiError:
-    return ApiError(
-        413,
-        f"The body is larger than {MAX_BODY_BYTES >> 20} MiB.",
-        code="body_too_large",
-        headers=CLOSE,
-    )
+    def too_large(self, limit: int) -> ApiError:
+        """The error for a body over `limit` bytes."""
+        share = "" if limit == self.max_body_bytes else f", an eighth of {self.max_body_bytes}"
+        return ApiError(
+            413,
+            f"The body is larger than {limit} bytes{share}, the limit that --max-body-bytes sets: "
+            "send less, or have the server started with a higher one.",
+            code="body_too_large",
+            headers=CLOSE,
+        )
 
 
 class _Body:
     """The body of one request: its size, its time, and its share of the memory are limited."""
 
-    def __init__(self, edge: Edge, receive: Receive) -> None:
+    def __init__(self, edge: Edge, receive: Receive, limit: int) -> None:
         self.taken = 0
         """Bytes so far."""
         self._edge = edge
         self._receive = receive
+        self._limit = limit
         self._deadline = asyncio.get_running_loop().time() + BODY_SECONDS
         self._whole = False
 
@@ -142,12 +154,13 @@ class _Body:
             self.taken += size
             self._edge.open_bytes += size
             self._whole = not event.get("more_body", False)
-            if self.taken > MAX_BODY_BYTES:
-                raise _too_large()
-            if self._edge.open_bytes > MAX_OPEN_BYTES:
+            if self.taken > self._limit:
+                raise self._edge.too_large(self._limit)
+            most = OPEN_BODIES * self._edge.max_body_bytes
+            if self._edge.open_bytes > most:
                 raise ApiError(
                     429,
-                    f"The open requests hold more than {MAX_OPEN_BYTES >> 20} MiB: try later.",
+                    f"The open requests hold more than {most} bytes: try later.",
                     code="queue_full",
                     headers=CLOSE,
                 )

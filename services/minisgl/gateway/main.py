@@ -13,7 +13,7 @@ import uvicorn
 from minisgl.bus import connect_worker
 from minisgl.config import GatewayConfig
 from minisgl.gateway.app import build_app
-from minisgl.gateway.connection import Connection
+from minisgl.gateway.connection import connection_class
 from minisgl.gateway.listen import bind_http
 from minisgl.gateway.service import Service
 
@@ -60,7 +60,7 @@ def run_gateway(
         tokenizer = load_tokenizer(folder)
         vocabulary = model_vocab_size(folder) or tokenizer.vocab_size
         service = Service(config, connect_worker(config), tokenizer, vocabulary)
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
             return runner.run(serve(service, own, listen_when_ready, on_ready))
     finally:
         own.close()
@@ -84,7 +84,7 @@ async def serve(
         server = _Server(
             uvicorn.Config(
                 build_app(service),
-                http=Connection,
+                http=connection_class(service.config.max_body_bytes),
                 ws="none",
                 timeout_keep_alive=IDLE_SECONDS,
                 log_config=None,
@@ -115,7 +115,8 @@ async def serve(
         await asyncio.to_thread(service.link.stop)
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """What makes the event loop; None: asyncio's own way."""
     try:
         import uvloop
     except ImportError:  # not on every platform; asyncio's own loop does the same, slower

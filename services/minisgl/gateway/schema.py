@@ -47,6 +47,10 @@ def describe(error: Mapping[str, Any]) -> tuple[str | None, str]:
     if not param:
         return None, "The body must be a JSON object (with Content-Type: application/json)."
     said = str(error["msg"])
+    if error["type"] == "string_unicode":
+        return param, f"{param} {HALF}"
+    if error["type"] == "too_short":
+        return param, f"{param} must hold at least one item: it is an empty list"
     if error["type"] == "missing":
         return param, f"{param} is required"
     if error["type"] == "extra_forbidden":
@@ -59,7 +63,21 @@ def describe(error: Mapping[str, Any]) -> tuple[str | None, str]:
     return param, f"{param} {said}, not {shown(error.get('input'))}"
 
 
+HALF = (
+    "holds half of a surrogate pair (\\ud800 to \\udfff), which is no character: send the whole "
+    "pair, or leave it out"
+)
+
+
+def _refuse_halves(value: Any) -> None:
+    """Raises `ValueError` for a string, or one in a list, that UTF-8 cannot carry."""
+    for text in value if isinstance(value, list) else (value,):
+        if isinstance(text, str) and not _is_text(text):
+            raise ValueError(HALF)
+
+
 def _check_stop(value: Any) -> list[str]:
+    _refuse_halves(value)
     given = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(given, list) or not all(_is_text(s) and s for s in given):
         raise ValueError("must be a string or a list of strings, none of them empty")
@@ -92,6 +110,7 @@ def _is_ids(value: Any) -> bool:
 
 def _check_prompt(value: Any) -> list[str] | list[list[int]]:
     """One prompt or several, as a list of them."""
+    _refuse_halves(value)
     if _is_text(value) or _is_ids(value):
         return [value]
     if isinstance(value, list) and value:
@@ -106,12 +125,15 @@ def _check_prompt(value: Any) -> list[str] | list[list[int]]:
 
 def _check_content(value: Any) -> str:
     """The text of a message; text parts are joined by line ends."""
+    _refuse_halves(value)
     if _is_text(value):
         return str(value)
     if not isinstance(value, list) or not value:
         raise ValueError("must be a string or a list of text parts")
     texts = []
     for part in value:
+        if isinstance(part, dict):
+            _refuse_halves([*part, *part.values()])
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
             raise ValueError(f"parts must have type 'text'; this server takes no {shown(kind)}")
@@ -128,6 +150,7 @@ def _check_bias(value: Any) -> dict[int, float] | None:
     if not isinstance(value, dict):
         raise ValueError(wrong)
     bias = {}
+    _refuse_halves(list(value))
     for token, number in value.items():
         number_ok = type(number) in (int, float) and -100 <= number <= 100
         token_ok = isinstance(token, str) and token.isascii() and token.isdigit()
@@ -139,7 +162,7 @@ def _check_bias(value: Any) -> dict[int, float] | None:
 
 def _check_text(value: str) -> str:
     if not _is_text(value):
-        raise ValueError("must not hold half of a surrogate pair")
+        raise ValueError(HALF)
     return value
 
 
@@ -175,6 +198,10 @@ class _Strict(BaseModel):
     def _without_harmless(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        for name in data:
+            if not _is_text(name):
+                shown_name = name.encode("utf-8", "backslashreplace").decode()
+                raise field_error(shown_name, HALF)
         for name, allowed in cls.harmless.items():
             value = data.get(name)
             if value is not None and not any(

@@ -240,6 +240,8 @@ class ScriptedGroup:
 class Stage:
     """A gateway on a free port, in a thread, with a scripted group behind it."""
 
+    loop_factory = staticmethod(main.loop_factory() or asyncio.new_event_loop)
+
     def __init__(self, **config: Any) -> None:
         self.bus = FakeBus()
         self.group = ScriptedGroup(self.bus)
@@ -273,7 +275,8 @@ class Stage:
                 on_ready=self.listens.set, stop=self._stop,
             )  # fmt: skip
 
-        self.code = asyncio.run(serve())
+        with asyncio.Runner(loop_factory=self.loop_factory) as runner:
+            self.code = runner.run(serve())
 
     def signal(self) -> None:
         """What SIGTERM does."""

@@ -1,5 +1,7 @@
 """What happens around an answer: clients that leave, queues that fill, a bus that is away."""
 
+import http.client
+import io
 import json
 import os
 import select
@@ -90,6 +92,73 @@ def test_a_client_that_leaves_before_any_reply_is_aborted_when_the_first_comes(
     assert aborted(stage.bus) == []
     stage.group.go_on()
     soon(lambda: (1, 1) in aborted(stage.bus), stage.bus.sent)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("pause_after", [-1, 3])
+def test_a_client_that_only_sends_no_more_gets_its_whole_answer(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, stream: bool, pause_after: int
+) -> None:
+    monkeypatch.setattr(connection, "PROBE_SECONDS", (0.01,))
+    stage.group.pause_after = pause_after
+    sock = raw_post(stage, chat_body(stream=stream))
+    soon(lambda: stage.group.runs == 1)
+    sock.shutdown(socket.SHUT_WR)
+    received = b""
+    probe = b": keep-alive" if stream and pause_after > 0 else b"100 Continue"
+    while received.count(probe) < 20:  # long after one that has left would have been noticed
+        received += sock.recv(1 << 16)
+    stage.group.go_on()
+    received += until_closed(sock)
+    answer = http.client.HTTPResponse(Replayed(received))  # type: ignore[arg-type]
+    answer.begin()
+    body = answer.read().decode()
+    assert answer.status == 200
+    if stream:
+        assert text_of(body) == OUTPUT
+    else:
+        assert json.loads(body)["choices"][0]["message"]["content"] == OUTPUT
+    assert aborted(stage.bus) == []
+
+
+def test_a_client_of_http_1_0_that_sends_no_more_counts_as_gone(stage: Stage) -> None:
+    stage.group.pause_after = 3
+    data = json.dumps(chat_body()).encode()
+    sock = stage.connect()
+    sock.sendall(
+        f"POST {CHAT} HTTP/1.0\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(data)}\r\n\r\n".encode()
+        + data
+    )
+    soon(lambda: stage.group.runs == 1)
+    sock.shutdown(socket.SHUT_WR)
+    assert until_closed(sock) == b""
+    soon(lambda: aborted(stage.bus) == [(1, 1)], stage.bus.sent)
+
+
+def test_a_client_that_sends_no_more_within_its_request_is_gone(stage: Stage) -> None:
+    sock = stage.connect()
+    sock.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{{".encode())
+    sock.shutdown(socket.SHUT_WR)
+    assert until_closed(sock) == b""
+
+
+class Replayed:
+    """A socket that gives these bytes."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def makefile(self, mode: str) -> io.BytesIO:
+        return io.BytesIO(self._data)
+
+
+def text_of(events: str) -> str:
+    """What the events of a chat hold together, which must end with [DONE]."""
+    lines = [e for e in events.split("\n\n") if e and not e.startswith(":")]
+    assert lines.pop() == "data: [DONE]"
+    deltas = (json.loads(e.removeprefix("data: "))["choices"][0]["delta"] for e in lines)
+    return "".join(delta.get("content") or "" for delta in deltas)
 
 
 def test_an_audit_tells_of_a_request_whose_client_left(stage: Stage) -> None:
@@ -207,6 +276,7 @@ def test_a_stream_goes_on_after_a_replay_as_if_nothing_had_happened(stage: Stage
 def test_messages_for_others_on_its_queue_do_not_stop_the_gateway(stage: Stage) -> None:
     stage.bus.deliver(stage.group.reply(_message(stage), ids=b"abc", pos=-5))
     stage.bus.deliver(_message(stage))
+    soon(lambda: metrics(stage.url)["minisgl_bus_errors_total"] == 1)
     assert stage.chat(max_tokens=1).usage.completion_tokens == 1
 
 
@@ -243,6 +313,16 @@ def test_one_more_than_may_wait_is_a_429_with_retry_after(make_stage: MakeStage)
     assert stage.post(CHAT, chat_body(max_tokens=1)).status_code == 200
     for sock in waiting:
         sock.close()
+
+
+def test_a_queue_of_length_0_takes_who_comes_alone(make_stage: MakeStage) -> None:
+    stage = make_stage(max_queued_requests=0)
+    assert stage.chat(max_tokens=1).usage.completion_tokens == 1
+    stage.group.pause_after = -1
+    first = raw_post(stage, chat_body())
+    soon(lambda: stage.service.requests.waiting == 1)
+    assert stage.post(CHAT, chat_body()).json()["error"]["code"] == "queue_full"
+    first.close()
 
 
 def test_more_choices_than_the_queue_holds_can_never_be_served(make_stage: MakeStage) -> None:
@@ -538,9 +618,10 @@ def test_a_body_that_does_not_come_is_a_408(stage: Stage, monkeypatch: pytest.Mo
 
 
 def test_open_requests_may_not_hold_more_than_so_much(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
+    make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(edge, "MAX_OPEN_BYTES", 3000)
+    monkeypatch.setattr(edge, "OPEN_BODIES", 1)
+    stage = make_stage(max_body_bytes=3000)
     stage.group.pause_after = 2
     first = raw_post(stage, chat_body(user="x" * 2500))
     soon(lambda: stage.group.runs == 1)

@@ -1,7 +1,7 @@
 """What is refused, and how: always in OpenAI's shape, by the field's name, never with a 500."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -10,7 +10,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from minisgl.gateway import edge
 from minisgl.messages import TokenizeMsg
 from tests.unit.gateway.scripted import MAX_MODEL_LEN, MODEL, Stage, chat_body
 
@@ -245,16 +244,44 @@ def test_numbers_that_json_does_not_have_are_refused(shared: Stage) -> None:
         assert error_of(answer, 400)["param"] == "top_p"
 
 
-def test_half_a_surrogate_pair_is_refused_wherever_it_is(shared: Stage) -> None:
-    half = "\ud800"
-    for fields in (
-        {"stop": half}, {half: 1}, {"messages": [{"role": half, "content": "a"}]},
-        {"messages": [{"role": "user", "content": half}]}, {"logit_bias": {half: 1}},
-        {"messages": [{"role": "user", "content": "a", "name": half}]},
-    ):  # fmt: skip
-        raw = json.dumps(chat_body(**fields))
-        answer = shared.http.post(CHAT, content=raw, headers={"content-type": "application/json"})
-        error_of(answer, 400)
+HALF = "\ud800"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (CHAT, {"stop": HALF}, "stop"),
+        (CHAT, {"stop": ["a", HALF]}, "stop"),
+        (CHAT, {HALF: 1}, r"\ud800"),
+        (CHAT, {"messages": [{"role": HALF, "content": "a"}]}, "messages[0].role"),
+        (CHAT, {"messages": [{"role": "user", "content": HALF}]}, "messages[0].content"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": HALF}]}]},
+         "messages[0].content"),
+        (CHAT, {"messages": [{"role": "user", "content": "a", "name": HALF}]}, "messages[0].name"),
+        (CHAT, {"messages": [{"role": "user", "content": "a", HALF: 1}]}, r"messages[0].\ud800"),
+        (CHAT, {"logit_bias": {HALF: 1}}, "logit_bias"),
+        (CHAT, {"model": HALF}, "model"),
+        (COMPLETIONS, {"prompt": HALF}, "prompt"),
+        (COMPLETIONS, {"prompt": ["a", HALF]}, "prompt"),
+        ("/tokenize", {"prompt": HALF}, "prompt"),
+    ],
+)  # fmt: skip
+def test_half_a_surrogate_pair_is_refused_by_its_field_and_with_what_to_do(
+    shared: Stage, path: str, fields: dict[str, Any], param: str
+) -> None:
+    body = chat_body(**fields) if path == CHAT else {"model": MODEL, **fields}
+    raw, headers = json.dumps(body), {"content-type": "application/json"}
+    error = error_of(shared.http.post(path, content=raw, headers=headers), 400)
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param} holds half of a surrogate pair")
+    assert "send the whole pair" in error["message"]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+def test_an_empty_conversation_is_refused_in_plain_words(shared: Stage, path: str) -> None:
+    error = error_of(shared.post(path, {"model": MODEL, "messages": []}), 400)
+    assert error["param"] == "messages"
+    assert error["message"] == "messages must hold at least one item: it is an empty list"
 
 
 def test_unknown_paths_and_methods_are_errors_in_json(shared: Stage) -> None:
@@ -266,14 +293,26 @@ def test_unknown_paths_and_methods_are_errors_in_json(shared: Stage) -> None:
 
 
 def test_a_body_too_large_is_a_413_with_and_without_a_length(
-    shared: Stage, monkeypatch: pytest.MonkeyPatch
+    make_stage: Callable[..., Stage],
 ) -> None:
-    monkeypatch.setattr(edge, "MAX_BODY_BYTES", 1 << 20)
-    error_of(shared.post(COMPLETIONS, completion_body(prompt="x" * (1 << 20))), 413)
+    stage = make_stage(max_body_bytes=1 << 20)
+    error = error_of(stage.post(COMPLETIONS, completion_body(prompt="x" * (1 << 20))), 413)
+    assert "1048576 bytes" in error["message"] and "--max-body-bytes" in error["message"]
     chunks = iter([b"x" * 4096] * 300)
     headers = {"content-type": "application/json"}
-    error_of(shared.http.post(COMPLETIONS, content=chunks, headers=headers), 413)
-    assert shared.post(COMPLETIONS, completion_body()).status_code == 200
+    error_of(stage.http.post(COMPLETIONS, content=chunks, headers=headers), 413)
+    assert stage.post(COMPLETIONS, completion_body()).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+def test_what_the_gateway_encodes_itself_may_have_an_eighth_of_that(
+    make_stage: Callable[..., Stage], path: str
+) -> None:
+    stage = make_stage(max_body_bytes=8 << 10)
+    error = error_of(stage.post(path, {"model": MODEL, "prompt": "x" * 1024}), 413)
+    assert "1024 bytes, an eighth of 8192" in error["message"]
+    assert "--max-body-bytes" in error["message"]
+    assert stage.post("/tokenize", {"model": MODEL, "prompt": "x" * 900}).status_code == 200
 
 
 def test_an_unforeseen_error_is_a_500_in_the_same_shape(
