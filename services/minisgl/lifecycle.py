@@ -141,6 +141,8 @@ def report(name: str, message: str) -> None:
         sys.stderr.flush()
 
 
+_HTTP_LOGGER = "minisgl.gateway.http"
+"""For the HTTP server's own records, whose library calls the logger of all `uvicorn.error`."""
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {
     "message", "asctime", "taskName", "color_message",  # the last one is uvicorn's
 }  # fmt: skip
@@ -161,7 +163,7 @@ class LogFormatter(logging.Formatter):
             "time": f"{moment}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "process": self._name,
-            "logger": record.name,
+            "logger": _HTTP_LOGGER if record.name.startswith("uvicorn") else record.name,
             "msg": record.getMessage(),
         }
         fields |= {k: v for k, v in vars(record).items() if k not in _STANDARD}

@@ -40,6 +40,7 @@ ENGINE = (
 )
 GATEWAY = (
     "--host --port --api-keys-file --served-model-name --root-path --max-queued-requests "
+    "--max-body-bytes "
     "--request-timeout-seconds --max-attempts --replay-wait-seconds --api-key"
 )
 CONTRACT = {
@@ -369,6 +370,12 @@ def test_a_record_is_one_line_with_its_fields(form: str) -> None:
         assert "inner" in fields["exception"]
     else:
         assert "uid=01ff group=g0" in line and r"two\nlines" in line
+
+
+def test_the_http_servers_own_records_have_the_projects_name() -> None:
+    record = logging.makeLogRecord({"name": "uvicorn.error", "msg": "Invalid HTTP request"})
+    line = LogFormatter("text", "gateway").format(record)
+    assert "logger=minisgl.gateway.http" in line and "uvicorn" not in line
 
 
 # --- chat
