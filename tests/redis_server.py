@@ -1,6 +1,7 @@
 """A Redis of one's own for tests, which can be killed, frozen, restarted and filled."""
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -15,6 +16,7 @@ import redis
 from tests.support import wait_until
 
 PASSWORD = "secret"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reliability.md"
 
 
 def free_port(first: int | None = None) -> int:
@@ -27,6 +29,13 @@ def free_port(first: int | None = None) -> int:
                 continue
             return port
     raise AssertionError("no free port")
+
+
+def documented_rules(service: str) -> list[str]:
+    """The rules of the ACL user, as the page about reliability gives them; its password: first."""
+    line = re.search(r"^ACL SETUSER minisgl (.*)$", PAGE.read_text(), re.MULTILINE)
+    assert line is not None
+    return line[1].replace("SERVICE", service).replace(">PASSWORD", ">first").split()
 
 
 class RedisServer:

@@ -15,7 +15,7 @@ on the one computation that produced it (`source`) and its place in the output (
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -401,6 +401,8 @@ STEP_BUCKETS = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 
 
 Message = TokenizeMsg | UserMsg | AbortMsg | DetokenizeMsg | DetokenizeBatch | UserReply | AuditMsg
 
+Decoded = TypeVar("Decoded")
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Message])
 _state_decoder = msgspec.msgpack.Decoder(WorkerState)
@@ -413,7 +415,14 @@ def encode(batch: Sequence[Message]) -> bytes:
 
 def decode(data: bytes | memoryview) -> list[Message]:
     """The batch in `data`; `ValueError` (of msgspec) if it is malformed or of no known kind."""
-    return _decoder.decode(data)
+    return _decoded(_decoder, data)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[Decoded], data: bytes | memoryview) -> Decoded:
+    try:
+        return decoder.decode(data)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def encode_state(state: WorkerState) -> bytes:
@@ -423,7 +432,7 @@ def encode_state(state: WorkerState) -> bytes:
 
 def decode_state(data: bytes | memoryview) -> WorkerState:
     """The state in `data`; `ValueError` if it is malformed."""
-    return _state_decoder.decode(data)
+    return _decoded(_state_decoder, data)
 
 
 def pack_ids(ids: Sequence[int] | npt.NDArray[np.int32]) -> bytes:

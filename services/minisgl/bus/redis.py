@@ -46,6 +46,10 @@ BLOCK_SECONDS = 1.0
 """Longest wait of one call, so that the end of a connection is noticed."""
 CLAIM_SECONDS = 1.0
 """How often a reader of `tok` looks for what others have left."""
+CONSUMERS_SECONDS = 60.0
+"""How often a reader of `tok` looks for consumers that are gone."""
+MAX_ENTRY_BYTES = 64 << 20
+"""A longer entry is not of this program, which divides what it sends: it is dropped unread."""
 
 
 class RedisBus(Bus):
@@ -78,7 +82,7 @@ class RedisBus(Bus):
         """Queues with one reader: ids that were taken, and not deleted yet."""
         self._shared = False
         self._recovered = False
-        self._next_claim = 0.0
+        self._next_claim = self._next_look = 0.0
         self._claim_from = b"0-0"
         self._published: dict[tuple[str, str], int] = {}
         self._lock = threading.Lock()
@@ -89,11 +93,27 @@ class RedisBus(Bus):
         if not batch:
             return
         key, data = self._key(queue), messages.encode(batch)
+        if len(data) > MAX_ENTRY_BYTES:
+            if len(batch) > 1:
+                half = len(batch) // 2
+                self.send(queue, batch[:half])
+                self.send(queue, batch[half:])
+            else:
+                self._unreadable(f"a message for {queue}", ValueError(_too_long(data)))
+            return
         with self._failures("writing"):
-            pipe = self._writer.pipeline(transaction=False)
-            pipe.xadd(key, {"m": data}, maxlen=MAX_ENTRIES, approximate=True)
-            pipe.expire(key, self._seconds(10))
-            pipe.execute()
+            try:
+                self._append(key, data)
+            except ResponseError as error:
+                if not self._drop_foreign(self._writer, [key], error):
+                    raise
+                self._append(key, data)
+
+    def _append(self, key: str, data: bytes) -> None:
+        pipe = self._writer.pipeline(transaction=False)
+        pipe.xadd(key, {"m": data}, maxlen=MAX_ENTRIES, approximate=True)
+        pipe.expire(key, self._seconds(10))
+        pipe.execute()
 
     def ack(self, entries: Sequence[Entry]) -> None:
         ids = [e.token for e in entries if e.queue == TOK and isinstance(e.token, bytes)]
@@ -106,13 +126,17 @@ class RedisBus(Bus):
         name = (str(state.role), state.id)
         with self._failures("publishing"):
             if self._published.get(name) == state.boot:
-                shown = self._writer.get(key)
-                if isinstance(shown, bytes) and _boot(shown) not in (None, state.boot):
+                shown = self._shown(key)
+                if shown is not None and _boot(shown) not in (None, state.boot):
                     raise ReplacedError(
                         f"another process has taken the place of {state.role} {state.id}"
                     )
             self._writer.set(key, messages.encode_state(state), ex=self._seconds(3))
             self._published[name] = state.boot
+
+    def _shown(self, key: str) -> bytes | None:
+        found: Any = self._writer.mget([key])  # unlike GET it bears a key of another type
+        return found[0]
 
     def read_states(self) -> list[WorkerState]:
         states = []
@@ -156,18 +180,21 @@ class RedisBus(Bus):
         deleting = {queue: list(ids) for queue, ids in self._own.items() if ids}
         for queue, ids in deleting.items():
             pipe.xdel(self._key(queue), *ids)
-        pipe.xread(
-            {self._key(queue): b"0-0" for queue in self._own},
-            count=ENTRIES_AT_ONCE,
-            block=_block(timeout),
-        )
-        *_, found = pipe.execute()
+        keys = {self._key(queue): queue for queue in self._own}
+        pipe.xread(dict.fromkeys(keys, b"0-0"), count=ENTRIES_AT_ONCE, block=_block(timeout))
+        try:
+            *_, found = pipe.execute()
+        except ResponseError as error:
+            if not self._drop_foreign(self._reader, keys, error):
+                raise
+            for taken in self._own.values():
+                taken.clear()  # a stream made anew may use them again
+            return []
         for queue in deleting:
             self._own[queue].clear()
         entries = []
-        by_key = {self._key(queue).encode(): queue for queue in self._own}
         for key, rows in found or []:
-            queue = by_key[key]
+            queue = keys[key.decode()]
             for token, fields in rows:
                 self._own[queue].append(token)
                 entry = self._entry(queue, token, fields)
@@ -191,6 +218,9 @@ class RedisBus(Bus):
                 claimed = self._claim(client, key)
                 if claimed:
                     return claimed
+            if now >= self._next_look:
+                self._next_look = now + CONSUMERS_SECONDS
+                self._forget_consumers(client, key)
             rows = client.xreadgroup(
                 GROUP,
                 self._worker,
@@ -199,10 +229,11 @@ class RedisBus(Bus):
                 block=_block(timeout),
             )
         except ResponseError as error:
-            if not str(error).startswith("NOGROUP"):
+            if str(error).startswith("NOGROUP"):
+                # New, flushed, or destroyed: from the start, to pass over nothing that waits.
+                self._make_group(client, key)
+            elif not self._drop_foreign(client, [key], error):
                 raise
-            # New, flushed, or destroyed: from the start, so that nothing that waits is passed over.
-            self._make_group(client, key)
             return []
         return self._shared_entries(client, rows[0][1], fresh=True) if rows else []
 
@@ -213,6 +244,16 @@ class RedisBus(Bus):
         )  # fmt: skip
         self._claim_from = answer[0]
         return self._shared_entries(client, answer[1])
+
+    def _forget_consumers(self, client: redis.Redis, key: str) -> None:
+        """Remove readers that are gone and left nothing: each new name would stay for ever.
+
+        One that was only frozen is made again by its next call.
+        """
+        found: Any = client.xinfo_consumers(key, GROUP)
+        for consumer in found:
+            if not consumer["pending"] and consumer["idle"] > self._milliseconds(10):
+                client.xgroup_delconsumer(key, GROUP, consumer["name"])
 
     def _make_group(self, client: redis.Redis, key: str) -> None:
         try:
@@ -252,6 +293,8 @@ class RedisBus(Bus):
     def _entry(self, queue: str, token: bytes, fields: dict[bytes, bytes]) -> Entry | None:
         data = fields.get(b"m", b"")
         try:
+            if len(data) > MAX_ENTRY_BYTES:
+                raise ValueError(_too_long(data))
             return Entry(queue, messages.decode(data), data, token)
         except ValueError as error:
             self._unreadable(f"an entry of {queue}", error)
@@ -263,8 +306,8 @@ class RedisBus(Bus):
         try:
             for (role, id), boot in self._published.items():
                 key = self._key(f"state:{role}:{id}")
-                shown = self._writer.get(key)
-                if isinstance(shown, bytes) and _boot(shown) == boot:
+                shown = self._shown(key)
+                if shown is not None and _boot(shown) == boot:
                     self._writer.delete(key)
             for queue, ids in self._own.items():
                 if ids:
@@ -287,6 +330,25 @@ class RedisBus(Bus):
         with self._lock:
             self.errors += 1
         log.warning("dropped %s: %s", what, error)
+
+    def _drop_foreign(self, client: redis.Redis, keys: Iterable[str], error: ResponseError) -> bool:
+        """Whether `error` came of keys that are no streams. They are deleted: the names are ours.
+
+        Nobody could write or read there otherwise, until somebody looked after it by hand.
+        """
+        if not wrong_type(error):
+            return False
+        keys = list(keys)
+        pipe = client.pipeline(transaction=False)
+        for key in keys:
+            pipe.xdel(key, "0-0")
+        for key, result in zip(keys, pipe.execute(raise_on_error=False), strict=True):
+            if wrong_type(result):
+                client.unlink(key)
+                with self._lock:
+                    self.errors += 1
+                log_foreign(key, "a stream")
+        return True
 
     def _failures(self, what: str) -> "_Failures":
         return _Failures(what)
@@ -342,6 +404,7 @@ def connection_arguments(
         "retry": Retry(NoBackoff(), 0),
         "socket_connect_timeout": ANSWER_SECONDS,
         "socket_keepalive": True,
+        "driver_info": None,  # no CLIENT SETINFO, which a user of few commands may not send
     }
     if tls:
         arguments["ssl"] = True
@@ -356,6 +419,24 @@ def connection_arguments(
             arguments.pop("username", None), password_file
         )
     return arguments
+
+
+def wrong_type(error: object) -> bool:
+    """Whether Redis refused a command because of what its key holds."""
+    return isinstance(error, ResponseError) and "WRONGTYPE" in str(error)
+
+
+def log_foreign(key: str, wanted: str) -> None:
+    """Say whose fault it was that a key of ours had to be deleted."""
+    log.warning(
+        "deleted key=%s: it was not %s. Another program writes under this name: keep it away by an "
+        "ACL user of its own, or give this service another --service",
+        key, wanted,
+    )  # fmt: skip
+
+
+def _too_long(data: bytes) -> str:
+    return f"it has {len(data)} bytes, more than {MAX_ENTRY_BYTES}"
 
 
 def _block(timeout: float) -> int | None:

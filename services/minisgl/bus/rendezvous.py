@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import redis
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from minisgl.bus.base import BusError, ReplacedError
-from minisgl.bus.redis import ANSWER_SECONDS, connection_arguments
+from minisgl.bus.redis import ANSWER_SECONDS, connection_arguments, log_foreign, wrong_type
 from minisgl.config import StartError, UsageError
 from minisgl.messages import decode_state
 
@@ -184,7 +184,14 @@ class Rendezvous:
 
     def _call(self, work: Any) -> Any:
         try:
-            return work()
+            try:
+                return work()
+            except ResponseError as error:
+                if not wrong_type(error):
+                    raise
+                self._client.unlink(self._key)
+                log_foreign(self._key, "a hash")
+                return work()
         except (RedisError, OSError) as error:
             raise BusError(f"rendezvous: {error}") from error
 
