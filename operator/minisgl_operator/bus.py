@@ -1,0 +1,253 @@
+"""What the workers of an object say of themselves in its Redis: read only, every two seconds.
+
+Silence is not absence (section 5 of docs/design.md): a worker's silence counts while the bus could
+be read, and starts from zero after a time in which it could not, because a Redis that was frozen
+or flushed makes everybody look dead.
+"""
+
+import asyncio
+import contextlib
+import ssl
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import redis.asyncio as redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    NoPermissionError,
+    RedisError,
+    ResponseError,
+)
+
+from minisgl.messages import WorkerState, decode_state
+from minisgl_operator.observed import Bus, Meeting, Worker
+
+READ_SECONDS = 2.0
+FORGET_SECONDS = 600.0
+"""A worker that is silent for so long is no longer shown."""
+ANSWER_SECONDS = 2.0
+PAUSE_SECONDS = 6.0
+"""After a gap between two readings as long as this, silences start from zero."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """How to reach one object's Redis, and which keys are its own."""
+
+    host: str
+    port: int
+    service: str
+    """As in every key: `minisgl:{SERVICE}:...`."""
+    database: int = 0
+    username: str | None = None
+    password: str | None = None
+    tls: bool = False
+    ca: str | None = None
+    """PEM of the certificate authority; None: the system's."""
+    managed: bool = True
+
+
+@dataclass(slots=True)
+class _Seen:
+    boot: int
+    beat: int
+    since: float
+    state: WorkerState
+
+
+class Reader:
+    """Reads one object's bus until it is closed; `bus` is what it last saw.
+
+    `changed` is called when a reading differs from the one before in more than figures.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        changed: Callable[[], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.address = address
+        self._changed = changed
+        self._clock = clock
+        self._seen: dict[tuple[str, str], _Seen] = {}
+        self._last_read: float | None = None
+        self._started = clock()
+        self._ever = False
+        self._bus = Bus("starting")
+        self._client = _client(address)
+        self._task = asyncio.create_task(self._run(), name=f"bus {address.service}")
+
+    async def close(self) -> None:
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+        with contextlib.suppress(RedisError, OSError):
+            await self._client.aclose()
+
+    @property
+    def bus(self) -> Bus:
+        """The last reading, with silences as of now."""
+        now = self._clock()
+        if self._bus.state != "ok":
+            since = self._started if self._last_read is None else self._last_read
+            return replace(self._bus, unread=now - since)
+        return replace(
+            self._bus,
+            workers=tuple(replace(w, silent=self._silence(w, now)) for w in self._bus.workers),
+        )
+
+    def _silence(self, worker: Worker, now: float) -> float:
+        """Up to the last reading only: what came since is not known yet."""
+        seen = self._seen.get((worker.role, worker.id))
+        return max(0.0, (self._last_read or now) - seen.since) if seen else 0.0
+
+    async def _run(self) -> None:
+        while True:
+            before = _shape(self._bus)
+            try:
+                async with asyncio.timeout(3 * ANSWER_SECONDS):
+                    states, meetings, full = await self._read()
+            except (RedisError, OSError, TimeoutError) as error:
+                self._bus = Bus(
+                    _failure(error, self._ever, self.address),
+                    _sentence(error),
+                    workers=self._bus.workers,
+                    meetings=self._bus.meetings,
+                )
+            else:
+                self.take(states, meetings, full)
+            if _shape(self._bus) != before:
+                self._changed()
+            await asyncio.sleep(READ_SECONDS)
+
+    def take(self, states: list[WorkerState], meetings: Mapping[str, Meeting], full: bool) -> None:
+        """One reading: moves the silences of workers on."""
+        now = self._clock()
+        if self._last_read is None or now - self._last_read > PAUSE_SECONDS:
+            self._seen.clear()
+        self._last_read, self._ever = now, True
+        for state in states:
+            key = (state.role, state.id)
+            held = self._seen.get(key)
+            if held is None or (held.boot, held.beat) != (state.boot, state.beat):
+                self._seen[key] = _Seen(state.boot, state.beat, now, state)
+        workers = tuple(_worker(seen.state) for _, seen in sorted(self._seen.items()))
+        # One whose key expired stays, silent: its silence is what a lost node is known by.
+        for gone in [k for k, seen in self._seen.items() if now - seen.since > FORGET_SECONDS]:
+            del self._seen[gone]
+        self._bus = Bus(
+            "full" if full else "ok",
+            "Redis has reached its maxmemory and refuses writes" if full else "",
+            workers=workers,
+            meetings=dict(meetings),
+        )
+
+    async def _read(self) -> tuple[list[WorkerState], dict[str, Meeting], bool]:
+        prefix = f"minisgl:{{{self.address.service}}}:"
+        keys: list[bytes] = []
+        pattern = _glob(prefix) + "*"
+        async for key in self._client.scan_iter(match=pattern, count=1000):
+            keys.append(key)
+        text = [key.decode("utf-8", "replace").removeprefix(prefix) for key in keys]
+        state_keys = [k for k, t in zip(keys, text, strict=True) if t.startswith("state:")]
+        groups = [t.removeprefix("rdzv:") for t in text if t.startswith("rdzv:")]
+        states = []
+        for data in await self._client.mget(state_keys) if state_keys else []:
+            if data is not None:
+                with contextlib.suppress(ValueError):
+                    states.append(decode_state(data))  # type: ignore[arg-type]
+        meetings = {}
+        for group in groups:
+            held = await _hash(self._client, f"{prefix}rdzv:{group}")
+            if held.get("incarnation"):
+                meetings[group] = Meeting(held["incarnation"], held.get("phase") == "formed")
+        return states, meetings, await self._is_full()
+
+    async def _is_full(self) -> bool:
+        """A managed Redis tells; an external one is its owner's business and may forbid INFO."""
+        if not self.address.managed:
+            return False
+        memory: dict[str, Any] = await self._client.info("memory")
+        most = int(memory.get("maxmemory", 0))
+        return (
+            0
+            < most
+            <= int(memory.get("used_memory", 0)) - int(memory.get("mem_not_counted_for_evict", 0))
+        )
+
+
+def _client(address: Address) -> "redis.Redis":
+    arguments: dict[str, Any] = {
+        "host": address.host,
+        "port": address.port,
+        "db": address.database,
+        "username": address.username,
+        "password": address.password,
+        "socket_timeout": ANSWER_SECONDS,
+        "socket_connect_timeout": ANSWER_SECONDS,
+        "retry": Retry(NoBackoff(), 0),
+        "protocol": 2,
+        "max_connections": 1,
+    }
+    if address.tls:
+        arguments |= {"ssl": True, "ssl_cert_reqs": ssl.CERT_REQUIRED}
+        if address.ca is not None:
+            arguments["ssl_ca_data"] = address.ca
+    return redis.Redis(**arguments)
+
+
+async def _hash(client: "redis.Redis", key: str) -> dict[str, str]:
+    try:
+        held: dict[Any, Any] = await client.hgetall(key)
+    except ResponseError:  # of another type: the ranks' business
+        return {}
+    return {k.decode("utf-8", "replace"): v.decode("utf-8", "replace") for k, v in held.items()}
+
+
+def _worker(state: WorkerState) -> Worker:
+    load = state.load
+    return Worker(
+        role=state.role,
+        id=state.id,
+        pod=state.pod,
+        boot=state.boot,
+        silent=0.0,
+        draining=state.draining,
+        running=load.running if load else 0,
+        waiting=load.waiting if load else 0,
+        transport=getattr(load, "transport", "") if load else "",
+    )
+
+
+def _failure(
+    error: BaseException, ever: bool, address: Address
+) -> Literal["auth-failed", "unreachable", "not-observable"]:
+    if isinstance(error, AuthenticationError | NoPermissionError):
+        return "auth-failed"
+    # A Redis that this process has never reached may well be reached by the workers: an external
+    # one behind a firewall, or a NetworkPolicy between.
+    return "unreachable" if ever or address.managed else "not-observable"
+
+
+def _sentence(error: BaseException) -> str:
+    return (str(error) or type(error).__name__)[:300]
+
+
+def _shape(bus: Bus) -> object:
+    """What a reconcile should run for at once: not the figures."""
+    return (
+        bus.state,
+        tuple((w.role, w.id, w.pod, w.boot, w.draining) for w in bus.workers),
+        tuple(sorted(bus.meetings.items())),
+    )
+
+
+def _glob(text: str) -> str:
+    """`text` as a pattern that matches itself."""
+    return "".join("\\" + c if c in "*?[]\\" else c for c in text)
