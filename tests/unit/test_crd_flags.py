@@ -13,7 +13,8 @@ import pytest
 from minisgl.bus.rendezvous import free_ports
 from minisgl.cli.flags import Parser, from_args
 from minisgl.cli.services import add_detokenizer, add_engine, add_gateway, add_tokenizer
-from minisgl.config import EngineConfig, GatewayConfig, RankConfig, WorkerConfig
+from minisgl.config import EngineConfig, GatewayConfig, RankConfig, StartError, WorkerConfig
+from minisgl.scheduler.main import run_engine
 
 ROOT = Path(__file__).parents[2]
 INT32 = 2**31 - 1
@@ -90,3 +91,24 @@ def test_the_design_lists_the_same_fields_and_flags() -> None:
 
 def test_ranks_take_their_ports_from_the_range() -> None:
     assert set(free_ports("127.0.0.1", "20000-20255", 2)) <= set(range(20000, 20256))
+
+
+def test_the_revision_of_a_rank_is_no_revision_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+
+    def resolve(*args: object, **options: object) -> Path:
+        asked.append((args, options))
+        raise StartError("enough seen")
+
+    monkeypatch.setattr("minisgl.scheduler.main.resolve_model", resolve)
+    config = RankConfig(
+        bus=f"ipc://{tmp_path}",
+        model="org/model",
+        engine=EngineConfig(model="org/model"),
+        revision="5d8f",
+    )
+    with pytest.raises(StartError, match="enough seen"):
+        run_engine(config)
+    assert asked == [(("org/model",), {})]

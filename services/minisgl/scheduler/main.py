@@ -68,7 +68,7 @@ def run_engine(
             bus.start(receives=first)
         bus.publish_state(state(None))
         comm, endpoint = members.meet(incarnation)
-        engine = make_engine(config.engine, comm, revision=config.revision or None)
+        engine = make_engine(config.engine, comm)
         incarnation = comm.broadcast_int(incarnation)
         rows = config.engine.max_running_requests + 1
         sink = ReplySink(bus, config.group, incarnation, rows) if first else None
@@ -146,11 +146,9 @@ def _prefix_publisher(
     return publisher
 
 
-def make_engine(
-    config: EngineConfig, comm: Communicator, *, revision: str | None = None, progress: bool = True
-) -> StepEngine:
+def make_engine(config: EngineConfig, comm: Communicator, *, progress: bool = True) -> StepEngine:
     """The engine that the config asks for, ready to compute."""
-    folder = resolve_model(config.model, revision=revision)
+    folder = resolve_model(config.model)
     if config.fake_engine:
         return _fake_engine(config, folder)
     from minisgl.engine.engine import Engine
