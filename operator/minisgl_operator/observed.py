@@ -5,9 +5,9 @@ are seconds: `now` on the operator's own monotonic clock (for silences and waits
 time (for what is written down and must outlive a restart).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 from minisgl_operator.api import MiniSGLang
 
@@ -105,6 +105,10 @@ class Refusal:
     """The server's sentence."""
     since: float
     """`wall` of the first refusal in a row."""
+    last: float = 0.0
+    """`wall` of the latest one. The plan asks again after as long as they have lasted, so each wait
+    is twice the one before. Whoever fills this forgets a refusal when the object's generation
+    changes: another spec is worth another try at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +143,42 @@ class Observed:
     """Of a managed Redis: from its Secret, or from memory if that is gone."""
     claims: Mapping[str, Manifest] = field(default_factory=dict)
     """PersistentVolumeClaims that the spec names, by name; a missing one is not in it."""
+
+
+# --- what is wanted -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Desired:
+    """What follows from the spec alone; all children but the sets of groups."""
+
+    children: tuple[Manifest, ...]
+    """In the order of their creation. What lives and is neither here nor a group's set, goes. The
+    Deployments of a suspended object have 0 replicas here; the plan lets the groups drain first."""
+    revision: str
+    """The hash that new groups get."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Pods of one group, by revision, for each whose template is live: no other can be built."""
+    model_ready: bool = True
+    """Whether pods of `revision` would find the model, or fetch it for themselves."""
+
+
+class GroupSet(Protocol):
+    """Builds the StatefulSet of one group in one of its lives, for a revision in `sizes`."""
+
+    def __call__(
+        self,
+        observed: Observed,
+        revision: str,
+        index: int,
+        epoch: int,
+        replicas: int,
+        avoided: Sequence[str],
+        annotations: Mapping[str, str],
+    ) -> Manifest:
+        """`replicas`: 0, or the size; `avoided`: nodes that its pods must not use; `annotations`:
+        all that the plan remembers of the group, taken over as they are."""
+        ...
 
 
 # --- what may be done ---------------------------------------------------------------------------
