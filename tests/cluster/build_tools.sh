@@ -10,7 +10,7 @@ set -euo pipefail
 dir=$1
 shift
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(etcd k8s helm cni coredns traefik)
+[ ${#parts[@]} -gt 0 ] || parts=(etcd k8s helm cni coredns traefik crds)
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/tools"
 mkdir -p "$dir"
 exec 9>"$dir/.lock"
@@ -28,12 +28,24 @@ flags_of() {
 }
 
 for part in "${parts[@]}"; do
-    stamp=$(cat "$here/$part/go.mod" "$here/$part/go.sum" | sha256sum | cut -c1-16)
+    module=$here/$part
+    # The Gateway API's types in the version that this Traefik asks for.
+    [ "$part" != crds ] || module=$here/traefik
+    stamp=$(cat "$module/go.mod" "$module/go.sum" | sha256sum | cut -c1-16)
     [ "$(cat "$dir/.$part" 2>/dev/null)" != "$stamp" ] || continue
     echo "building $part" >&2
+    if [ "$part" = crds ]; then
+        source=$(cd "$module" && go mod download -json sigs.k8s.io/gateway-api | sed -n 's/.*"Dir": "\(.*\)".*/\1/p')
+        rm -rf "$dir/gateway-api"
+        mkdir "$dir/gateway-api"
+        cp "$source"/config/crd/standard/*.yaml "$dir/gateway-api/"
+        chmod -R u+w "$dir/gateway-api"
+        echo "$stamp" >"$dir/.$part"
+        continue
+    fi
     # Without cgo a binary needs no C library, so it also runs in an image made from nothing.
     # Go 1.27 reads JSON in another way, which breaks the API server's OpenAPI: see go.mod.
-    (cd "$here/$part" && CGO_ENABLED=0 go build -trimpath -ldflags "$(flags_of "$part")" -o "$dir/" tool)
+    (cd "$module" && CGO_ENABLED=0 go build -trimpath -ldflags "$(flags_of "$part")" -o "$dir/" tool)
     [ "$part" != etcd ] || mv "$dir/v3" "$dir/etcd" 2>/dev/null || mv "$dir/server" "$dir/etcd"
     echo "$stamp" >"$dir/.$part"
 done
