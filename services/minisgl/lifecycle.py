@@ -31,6 +31,12 @@ LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
+def boot_clock() -> float:
+    """Seconds that go on while the process, or the machine, is frozen."""
+    clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+    return time.clock_gettime(clock)
+
+
 class Lifecycle:
     """The life of this process. Made once, at its very start, in the main thread.
 

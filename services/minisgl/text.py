@@ -233,10 +233,6 @@ class Tokenizer:
             return bytes.fromhex(match[1])
         return token.replace(_SPACE_MARK, " ").encode()
 
-    def token_text(self, token_id: int) -> str:
-        """`token_bytes` as text; bytes that are no whole character show as U+FFFD."""
-        return self.token_bytes(token_id).decode("utf-8", errors="replace")
-
 
 def load_tokenizer(folder: Path | str) -> Tokenizer:
     """The tokenizer of a model folder; `StartError` if it has none or its files are broken."""

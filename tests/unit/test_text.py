@@ -95,11 +95,6 @@ def test_a_token_stands_for_its_bytes_in_the_middle_of_a_text(
     assert tokenizer.token_bytes(tokenizer.hf.convert_tokens_to_ids(token)) == want
 
 
-def test_part_of_a_character_shows_as_a_replacement_character() -> None:
-    tokenizer: Tokenizer = made(byte_level)
-    assert tokenizer.token_text(tokenizer.hf.convert_tokens_to_ids("Ã")) == "\ufffd"
-
-
 @pytest.mark.parametrize("bad", [-1, 5_000, 2**31, 2**40])
 def test_an_id_without_a_token_has_no_bytes(bad: int) -> None:
     assert made(byte_level).token_bytes(bad) == b""

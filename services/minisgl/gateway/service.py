@@ -14,6 +14,7 @@ from minisgl.gateway.fleet import Fleet
 from minisgl.gateway.link import Link
 from minisgl.gateway.metrics import Metrics
 from minisgl.gateway.requests import Limits, Prompt, Request, Requests
+from minisgl.lifecycle import boot_clock
 from minisgl.messages import (
     AuditMsg,
     ErrorInfo,
@@ -29,11 +30,6 @@ log = logging.getLogger(__name__)
 UID_BYTES = 16
 
 
-def boottime() -> float:
-    """Seconds of this host's clock that goes on while it sleeps."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
 class Service:
     """One gateway. `vocabulary` is the number of token ids that the model knows."""
 
@@ -43,7 +39,7 @@ class Service:
         bus: Bus,
         tokenizer: Tokenizer,
         vocabulary: int,
-        clock: Callable[[], float] = boottime,
+        clock: Callable[[], float] = boot_clock,
     ) -> None:
         self.config = config
         self.model = config.served_model_name or config.model

@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Iterator
 
+from minisgl.lifecycle import boot_clock
+
 _log = logging.getLogger(__name__)
 
 PEER_LOST_CODE = 3
@@ -20,12 +22,6 @@ STUCK_CODE = 4
 """The step loop stood still for the heartbeat time-out."""
 FORMING_CODE = 6
 """A rank that had joined was started anew before the group was formed."""
-
-
-def boot_clock() -> float:
-    """Seconds that go on while the process, or the machine, is frozen."""
-    clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-    return time.clock_gettime(clock)
 
 
 def leave(code: int, why: str) -> None:
