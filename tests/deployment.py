@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ T = 4.0
 """The heartbeat time-out of every deployment here, in seconds."""
 READY_SECONDS = 120.0
 STREAMS_SECONDS = 150.0
+RESTART_SECONDS = 0.05
+"""A process that has ended is started again so soon."""
 IDLE_ENTRIES = 256
 """Most entries that a stream nobody uses may keep."""
 
@@ -37,6 +40,10 @@ class Worker:
         self.log = folder / f"{name}.log"
         self.starts: list[int] = []
         """Process ids, which are also those of the process groups."""
+        self.started: list[float] = []
+        """When each of them was started, in seconds of the monotonic clock."""
+        self.stays_away = False
+        """Whether it is not started again for now."""
         self.codes: list[int] = []
         """How each start but the last one ended."""
         self._command = [sys.executable, "-m", "minisgl", *command]
@@ -49,16 +56,19 @@ class Worker:
         return self.starts[-1]
 
     def _start(self) -> None:
+        began = time.monotonic()
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command, stdout=log, stderr=log, start_new_session=True
             )
         self.starts.append(self._process.pid)
+        self.started.append(began)
 
     def supervise(self) -> None:
         """Start it again if it has ended, as a kubelet does."""
         with self._lock:
-            if not self._ending and (code := self._process.poll()) is not None:
+            wanted = not self._ending and not self.stays_away
+            if wanted and (code := self._process.poll()) is not None:
                 self.codes.append(code)
                 self._start()
 
@@ -108,6 +118,9 @@ class Streams:
 
     def __init__(self, urls: Sequence[str], requests: Sequence[dict[str, Any]]) -> None:
         self._counts = [0] * len(requests)
+        self.times: list[list[float]] = [[] for _ in requests]
+        """When each stream brought something, in seconds of the monotonic clock."""
+        self._left = threading.Event()
         self._pool = ThreadPoolExecutor(len(requests))
         self._futures = [
             self._pool.submit(self._run, i, urls[i % len(urls)], body)
@@ -124,6 +137,8 @@ class Streams:
             if answer.status_code != 200:
                 return Ended("", None, answer.read().decode(), answer.status_code)
             for line in _lines(answer):
+                if self._left.is_set():
+                    break
                 if not line.startswith(b"data: ") or line == b"data: [DONE]":
                     continue
                 chunk = json.loads(line.removeprefix(b"data: "))
@@ -133,6 +148,7 @@ class Streams:
                     text += choice["delta"].get("content") or ""
                     finish = choice["finish_reason"] or finish
                 self._counts[index] = len(text)
+                self.times[index].append(time.monotonic())
         return Ended(text, finish)
 
     @property
@@ -143,6 +159,11 @@ class Streams:
     @property
     def running(self) -> int:
         return sum(not f.done() for f in self._futures)
+
+    def leave(self) -> list[Ended]:
+        """The clients close their connections; what they have."""
+        self._left.set()
+        return self.results()
 
     def results(self) -> list[Ended]:
         """All ends, in the order of the requests."""
@@ -202,7 +223,7 @@ class Deployment:
         self.workers[name] = Worker(name, command, self.folder)
 
     def _supervise(self) -> None:
-        while not self._stopping.wait(0.2):
+        while not self._stopping.wait(RESTART_SECONDS):
             for worker in self.workers.values():
                 worker.supervise()
 
