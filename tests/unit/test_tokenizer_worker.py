@@ -254,6 +254,28 @@ def test_a_popular_prefix_keeps_to_its_group_as_long_as_that_is_not_overloaded()
     assert running[2] == 125 and min(running) >= 91
 
 
+def test_a_group_whose_state_stands_still_is_chosen_no_more() -> None:
+    fleet = Fleet(state("a", incarnation=1), state("b", incarnation=2, running=50))
+    fleet.core = TokenizerCore(
+        tokenizer(), 300, lambda: fleet.states, lambda: fleet.now, silence=4.0
+    )
+
+    def turn(*beating: int) -> str:
+        """A second passes; then who gets a request."""
+        fleet.now += 1
+        for i in beating:
+            fleet.states[i].beat += 1
+        fleet.core.tick()
+        _, message = fleet.ask(text="x")
+        return message.group if isinstance(message, UserMsg) else message.again
+
+    assert [turn(0, 1) for _ in range(3)] == ["a"] * 3
+    assert [turn(1) for _ in range(5)] == ["a", "a", "a", "b", "b"]
+    assert [turn() for _ in range(5)][-1] == "refused"
+    fleet.now += 10  # its own pause: nobody is silent for that
+    assert turn() == "a"
+
+
 def known_prefixes(fleet: Fleet, cached: dict[str, int]) -> list[tuple[list[str], list[int]]]:
     asked: list[tuple[list[str], list[int]]] = []
 

@@ -4,6 +4,7 @@
 that the workers publish.
 """
 
+import contextlib
 import threading
 import time
 from collections import Counter
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 STATES_SECONDS = 0.2
 """How long states that were read are good: they change each second."""
+PAUSE_SECONDS = 2.0
+"""After a gap of this length between two looks the fault may be our own: clocks start again."""
 
 
 class _Refusal(Exception):
@@ -77,7 +80,8 @@ class TokenizerCore:
 
     `vocab_size` is the number of rows of the model's embedding: a larger id is refused. `cached`
     says how many tokens of a prompt each of these groups has in its prefix cache; it is asked only
-    if there is a choice.
+    if there is a choice. `silence` is the heartbeat time-out in seconds: a state stays for longer
+    than its group beats.
     """
 
     role: Literal["tokenizer", "detokenizer"] = "tokenizer"
@@ -89,6 +93,7 @@ class TokenizerCore:
         vocab_size: int,
         read_states: Callable[[], list[WorkerState]],
         clock: Callable[[], float] = time.monotonic,
+        silence: float = float("inf"),
         cached: Callable[[Sequence[str], Sequence[int]], Mapping[str, int]] | None = None,
     ) -> None:
         self._cached = cached
@@ -96,8 +101,9 @@ class TokenizerCore:
         self._vocab_size = vocab_size
         self._read_states = read_states
         self._clock = clock
-        self._groups: dict[tuple[int, int], GroupLoad] = {}
-        """By (boot, beat) of the state that said it."""
+        self._silence = silence
+        self._groups: dict[tuple[int, int], tuple[GroupLoad, float]] = {}
+        """By (boot, beat) of the state that said it, with the time when it was met first."""
         self._read_at = float("-inf")
         self._last: tuple[object, list[int]] = (None, [])
         """The last prompt and its ids: the choices of one request come one after the other."""
@@ -180,24 +186,30 @@ class TokenizerCore:
                 )
 
     def _loads(self) -> list[GroupLoad]:
-        """Groups that are formed and not draining, with the requests sent to them just now."""
+        """Groups that are formed, beat and do not drain, with the requests sent to them just now.
+
+        While the bus does not answer nobody is silent.
+        """
         now = self._clock()
         if not self._groups or now - self._read_at >= STATES_SECONDS:
-            self._read_at = now
-            try:
-                states = self._read_states()
-            except BusError:
-                return [self._with_sent(load) for load in self._groups.values()]
-            found = {
-                (state.boot, state.beat): state.load
-                for state in states
-                if state.load is not None and not state.draining
-            }
-            # A newer beat counts what was sent before it.
-            unchanged = {load.incarnation for key, load in found.items() if key in self._groups}
-            self._sent = Counter({i: n for i, n in self._sent.items() if i in unchanged})
-            self._groups = found
-        return [self._with_sent(load) for load in self._groups.values()]
+            with contextlib.suppress(BusError):
+                self._look(now, self._read_states())
+        beating = [
+            load for load, met in self._groups.values() if self._read_at - met < self._silence
+        ]
+        return [self._with_sent(load) for load in beating]
+
+    def _look(self, now: float, states: Sequence[WorkerState]) -> None:
+        paused, self._read_at = now - self._read_at > PAUSE_SECONDS, now
+        known, self._groups = self._groups, {}
+        for state in states:
+            if state.load is not None and not state.draining:
+                key = (state.boot, state.beat)
+                met = now if paused or key not in known else known[key][1]
+                self._groups[key] = (state.load, met)
+        # A newer beat counts what was sent before it.
+        unchanged = {load.incarnation for key, (load, _) in self._groups.items() if key in known}
+        self._sent = Counter({i: n for i, n in self._sent.items() if i in unchanged})
 
     def _with_sent(self, load: GroupLoad) -> GroupLoad:
         sent = self._sent.get(load.incarnation, 0)
@@ -218,7 +230,9 @@ class TokenizerCore:
         return [(reply_queue(message.route.gateway), _reply(message, error=error))]
 
     def tick(self) -> None:
-        """Nothing: it holds nothing."""
+        """Look whether the groups beat."""
+        with contextlib.suppress(BusError):
+            self._look(self._clock(), self._read_states())
 
     def busy(self) -> bool:
         """Never: a message is handled as soon as it is met."""
@@ -271,7 +285,13 @@ def run_tokenizer(
     try:
         cached = None if lookup is None else lookup.cached
         cores: list[Core] = [
-            TokenizerCore(tokenizer, vocab_size, bus.read_states, cached=cached),
+            TokenizerCore(
+                tokenizer,
+                vocab_size,
+                bus.read_states,
+                silence=config.heartbeat_timeout_seconds,
+                cached=cached,
+            )
         ]
         bus.subscribe(TOK)
         return run_loop(config, bus, cores, on_ready=on_ready, stop=stop)
