@@ -39,6 +39,10 @@ MAX_AUDITS_WITHOUT = 3
 REFUSAL_PAUSE_SECONDS = 0.25
 """A refused request waits so long, so that a group that just leaves is not asked in a loop."""
 
+SILENCE_PAUSE_SECONDS = 2.0
+"""After a silence: beats come each second, so whoever chooses a group sees by then that one hangs.
+At once the next attempt would often go to the same group, and twice the time-out would be lost."""
+
 
 @dataclass(slots=True)
 class Prompt:
@@ -281,7 +285,8 @@ class Requests:
             ):
                 self._retry(request, now, f"group {request.source.group} has left")
             elif now - request.heard >= self.limits.silence * (1 if request.source else 2):
-                self._retry(request, now, "nothing was heard of it for too long")
+                why = "nothing was heard of it for too long"
+                self._retry(request, now, why, SILENCE_PAUSE_SECONDS)
 
     def restart_clocks(self, now: float) -> None:
         """After an outage of the bus or a pause of our own: silence until now proves nothing."""
@@ -318,7 +323,7 @@ class Requests:
             sampling=request.sampling,
         )))  # fmt: skip
 
-    def _retry(self, request: Request, now: float, why: str) -> None:
+    def _retry(self, request: Request, now: float, why: str, pause: float = 0.0) -> None:
         """This attempt failed: start another one, or give up after `max_attempts` in a row."""
         self._abort(request.uid, request.attempt, request.source)
         request.failures += 1
@@ -330,7 +335,7 @@ class Requests:
             ))  # fmt: skip
             return
         log.warning("replaying: %s", why, extra={"uid": request.uid.hex(), "pos": len(request.ids)})
-        request.resume_at = now
+        request.resume_at = now + pause
         self._resume(request, now)
 
     def _hold(self, request: Request, now: float, pause: float) -> None:

@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl.gateway.fleet import Fleet
-from minisgl.gateway.requests import Limits, News, Prompt, Request, Requests
+from minisgl.gateway.requests import (
+    SILENCE_PAUSE_SECONDS,
+    Limits,
+    News,
+    Prompt,
+    Request,
+    Requests,
+)
 from minisgl.messages import (
     AbortMsg,
     AuditMsg,
@@ -283,15 +290,30 @@ def test_the_wait_for_a_group_counts_from_the_last_one_that_took_it(owner: Owner
 def test_silence_of_a_bound_request_is_a_loss_after_t(owner: Owner) -> None:
     owner.open()
     owner.wait(T - 0.5)
+    assert not owner.sent(AbortMsg)
+    owner.wait(0.5)
+    assert [abort.run for abort in owner.sent(AbortMsg)] == [1]
+    owner.wait(SILENCE_PAUSE_SECONDS)
+    assert owner.request.attempt == 2
+
+
+def test_silence_before_a_computation_is_bound_is_a_loss_after_twice_t(owner: Owner) -> None:
+    owner.wait(2 * T + SILENCE_PAUSE_SECONDS - 0.5)
     assert owner.request.attempt == 1
     owner.wait(0.5)
     assert owner.request.attempt == 2
 
 
-def test_silence_before_a_computation_is_bound_is_a_loss_after_twice_t(owner: Owner) -> None:
-    owner.wait(2 * T - 0.5)
-    assert owner.request.attempt == 1
-    owner.wait(0.5)
+def test_a_group_that_dies_costs_its_requests_one_attempt_not_two() -> None:
+    owner = Owner()
+    owner.open()
+    owner.wait(0.5)  # its last beat comes after its last reply
+    rank0 = next(state for state in owner.states if state.role == "rank")
+    for _ in range(int(3 * T)):
+        rank0.beat -= 1  # which `wait` adds
+        owner.wait(0.5)
+    assert (owner.request.attempt, owner.request.failures) == (1, 1)
+    owner.wait(1)
     assert owner.request.attempt == 2
 
 
