@@ -290,14 +290,24 @@ def test_what_is_silent_for_two_heartbeats_goes_and_what_an_audit_lists_stays() 
     clock = Clock()
     worker = core(clock)
     worker.handle(opening())
-    clock.now = 50
-    worker.handle(step([(UID, 1, 1, 0, 0, 0)], audit=True))
-    clock.now = 100
+    other = step([], audit=True)
+    other.incarnation = 99
+    for clock.now in range(1, 112):
+        worker.handle(step([(UID, 1, 1, 0, 0, 0)], audit=True) if clock.now == 50 else other)
+        worker.tick()
+        assert worker.busy() == (clock.now < 111)
+
+
+def test_while_nobody_is_heard_nothing_is_silent() -> None:
+    clock = Clock()
+    worker = core(clock)
+    worker.handle(opening())
+    for clock.now in range(1, 200):
+        worker.tick()
+    ((_, reply),) = worker.handle(step([(UID, 1, 1, 0, 0, 65)]))
+    assert isinstance(reply, UserReply) and reply.again is None
     worker.tick()
     assert worker.busy()
-    clock.now = 111
-    worker.tick()
-    assert not worker.busy()
 
 
 def test_columns_that_do_not_fit_are_refused_whole() -> None:

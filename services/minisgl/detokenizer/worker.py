@@ -36,6 +36,10 @@ log = logging.getLogger(__name__)
 SILENT_AUDITS_SECONDS = 3.0
 """Three audits: what they have left out, nobody computes any more."""
 
+PAUSE_SECONDS = 2.0
+"""Every rank 0 speaks each second. If none was heard for so long, that proves nothing of any of
+them: the bus was away, or this process stood still."""
+
 Key = tuple[bytes, int, str, int, int]
 """(uid, attempt, group, incarnation, run): one computation."""
 Row = tuple[bytes, int, int, int, int, bytes]
@@ -76,12 +80,19 @@ class DetokenizerCore:
         self._tokenizer = tokenizer
         self._silence = 2 * heartbeat_timeout_seconds
         self._clock = clock
+        self._heard = clock()
+        """When anybody was heard last: until then silence counts."""
         self._states: dict[Key, _State] = {}
         self._over: dict[Key, float] = {}
         """Computations that have ended here, and when: what still comes of them is ignored."""
 
     def handle(self, message: Message) -> list[Addressed]:
         """What the gateways get to know. Raises `ValueError` for columns that do not fit."""
+        now = self._clock()
+        if now - self._heard > PAUSE_SECONDS:
+            for state in self._states.values():
+                state.heard = now
+        self._heard = now
         out: list[Addressed] = []
         if isinstance(message, DetokenizeMsg):
             self._message(message, out)
@@ -225,8 +236,8 @@ class DetokenizerCore:
         return []
 
     def tick(self) -> None:
-        """Let go of what has been silent for twice the heartbeat's time-out."""
-        oldest = self._clock() - self._silence
+        """Let go of what was silent for twice the heartbeat's time-out while others spoke."""
+        oldest = self._heard - self._silence
         for key in [k for k, state in self._states.items() if state.heard < oldest]:
             del self._states[key]
         while self._over:  # in the order of their times
