@@ -117,6 +117,9 @@ class EngineConfig:
     device: str = flag("auto", "auto: a GPU if there is one", choices=("auto", "cpu", "cuda"))
     quantization: str = flag("none", "type of the stored weights", choices=("none", "int8"))
     fake_engine: bool = flag(False, "compute nothing: arbitrary tokens at once, to time the rest")
+    fake_step_seconds: float = flag(
+        0.0, "with --fake-engine: time that a step takes, in seconds; 0: none"
+    )
 
     def __post_init__(self) -> None:
         def check(ok: bool, name: str, allowed: str) -> None:
@@ -142,6 +145,7 @@ class EngineConfig:
             "cuda_graph_max_bs",
             "0 or more",
         )
+        check(0 <= self.fake_step_seconds <= 60, "fake_step_seconds", "between 0 and 60")
         check(
             self.memory_ratio is None or 0 <= self.memory_ratio <= 1,
             "memory_ratio",

@@ -1,4 +1,4 @@
-"""Benchmarks: `minisgl bench offline`, `minisgl bench serve` and `minisgl bench kernels`.
+"""Benchmarks: `minisgl bench offline`, `serve`, `bus` and `kernels`.
 
 Each module offers `add_arguments(parser)` and `run(args) -> exit code`.
 """

@@ -171,4 +171,5 @@ def _fake_engine(config: EngineConfig, folder: Path) -> StepEngine:
         max_seq_len=max_seq_len,
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
+        step_seconds=config.fake_step_seconds,
     )
