@@ -67,7 +67,11 @@ class EngineConfig:
     max_seq_len: int | None = flag(
         None, "longest prompt plus output, in tokens (default: what the model's config allows)"
     )
-    max_prefill_tokens: int = flag(8192, "prompt tokens computed in one step")
+    max_prefill_tokens: int = flag(
+        8192,
+        "prompt tokens computed in one step; on a Redis bus fewer, if that would take more than an "
+        "eighth of --heartbeat-timeout-seconds",
+    )
     page_size: int | None = flag(
         None, "tokens in one page of the KV cache (default: 1 on a CPU, else the backend's choice)"
     )
@@ -179,6 +183,11 @@ class WorkerConfig:
         "--heartbeat-timeout-seconds)",
     )
     pod: str = flag("", "name of the pod, shown in this worker's state")
+    health_dir: str | None = flag(
+        None,
+        "folder for the files of probes: live, with the seconds of uptime at the last turn of the "
+        "worker's loop, and ready, which is there while it serves (default: none)",
+    )
     bus_password_file: str | None = flag(
         None, "file with the password of Redis, read again at each connection (default: none)"
     )

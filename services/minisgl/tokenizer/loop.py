@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 from minisgl.bus import Bus, Entry
 from minisgl.bus.base import REPLACED_CODE, BusError, ReplacedError
 from minisgl.config import WorkerConfig, new_boot
+from minisgl.health import Health
 from minisgl.messages import Message, WorkerState
 
 log = logging.getLogger(__name__)
@@ -92,6 +93,7 @@ def _turn(
         WorkerState(role=core.role, id=config.id, boot=new_boot(), beat=0, pod=config.pod)
         for core in cores
     ]
+    health = Health(config.health_dir)
     next_beat = heard = time.monotonic()
     deadline: float | None = None
     ready = False
@@ -100,6 +102,7 @@ def _turn(
         """Whether the time to drain is over; it begins at the first call after `stop`."""
         nonlocal deadline, heard, next_beat
         now = time.monotonic()
+        health.turn()  # also while a bus that is away is tried again
         if deadline is None and stop.is_set():
             deadline, heard, next_beat = now + config.drain, now, now
             log.info("draining for at most %g seconds", config.drain)
@@ -116,6 +119,7 @@ def _turn(
                 state.bus_errors = bus.errors if state is states[0] else 0
                 with _outage("the state"):  # the next beat brings it
                     bus.publish_state(state)
+        health.show_ready(deadline is None)
         if not ready:
             ready = True
             if on_ready is not None:
