@@ -147,13 +147,15 @@ class Engine(StepEngine):
         return torch.from_numpy(array).to(self._device)
 
     def _warm_up(self) -> None:
-        """One prefill and one decode step on the dummy row: libraries choose their kernels."""
+        """A prefill and a decode step on the dummy row: libraries choose their kernels. Then one
+        more prefill, which is timed."""
         width, row = self.max_seq_len, self._page_table.shape[0] - 1
         n = min(WARM_UP_TOKENS, width - 1)
         self._sampler.admit(
             row, SamplingParams(temperature=0.0), np.zeros(1, np.int32), np.zeros(0, np.int32)
         )
-        for start, end in ((0, n), (n, n + 1)):
+        for start, end in ((0, n), (n, n + 1), (0, n)):
+            began = time.monotonic()
             positions = np.arange(start, end)
             rows = np.array([row])
             self.forward(
@@ -173,6 +175,7 @@ class Engine(StepEngine):
                     token_writes=None,
                 )
             ).wait()
+        self.prefill_rate = n / (time.monotonic() - began)
         self._sampler.release(row)
         self._flat_tokens[row * width] = 0
 

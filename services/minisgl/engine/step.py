@@ -83,6 +83,8 @@ class StepEngine(ABC):
     """Most tokens of prompt and output together that the tables and the model allow."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    prefill_rate: float = float("inf")
+    """About how many tokens of prompts it computes in a second."""
 
     @abstractmethod
     def admit(

@@ -1,6 +1,7 @@
 """`minisgl engine`: one rank as a process, from its start to its end."""
 
 import contextlib
+import dataclasses
 import logging
 import threading
 from collections.abc import Callable
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
     from minisgl.bus.prefixes import PrefixPublisher
 
 _log = logging.getLogger(__name__)
+
+STEPS_IN_SILENCE = 8
+"""A step of prompts may take this part of the heartbeat's time-out,"""
+LEAST_STEP_TOKENS = 64
+"""but it computes so many tokens in any case."""
 
 
 def run_engine(
@@ -75,7 +81,14 @@ def run_engine(
         if first and isinstance(bus, BackgroundBus):
             prefixes = _prefix_publisher(config, engine, watchdog)
         on_kept = None if prefixes is None else prefixes.add
-        scheduler = Scheduler(config.engine, engine, sink or NullSink(), on_kept)
+        settings = config.engine
+        if isinstance(bus, BackgroundBus):
+            slowest = min(row[0] for row in comm.gather_ints([int(min(engine.prefill_rate, 1e9))]))
+            tokens = step_tokens(
+                settings.max_prefill_tokens, slowest, config.heartbeat_timeout_seconds
+            )
+            settings = dataclasses.replace(settings, max_prefill_tokens=tokens)
+        scheduler = Scheduler(settings, engine, sink or NullSink(), on_kept)
         if sink is not None:
             sink.scheduler = scheduler
         feed = make_feed(comm, endpoint, PATIENCE_SECONDS)
@@ -117,6 +130,18 @@ def run_engine(
         if comm is not None:
             comm.close()
     return 0
+
+
+def step_tokens(asked: int, rate: float, silence: float) -> int:
+    """Prompt tokens of one step, at most `asked`, for a group that computes `rate` a second.
+
+    A step that lasts for longer than `silence` seconds, the heartbeat's time-out, is taken for one
+    that hangs, and the group ends itself. On a CPU `--max-prefill-tokens` can take minutes.
+    """
+    bound = max(LEAST_STEP_TOKENS, int(rate * silence / STEPS_IN_SILENCE))
+    if bound < asked:
+        _log.info("prompt tokens in a step: %d, so that no step lasts for too long", bound)
+    return min(asked, bound)
 
 
 def _members_and_bus(

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from minisgl.scheduler.main import step_tokens
 from minisgl.scheduler.watchdog import STUCK_CODE
 
 PROGRAM = """
@@ -91,3 +92,14 @@ def test_sigterm_asks_a_formed_group_to_drain() -> None:
         capture_output=True, text=True, timeout=30, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "alive True\n")
+
+
+@pytest.mark.parametrize(
+    ("rate", "silence", "tokens"),
+    [(1e9, 30, 8192), (400, 30, 1500), (400, 4, 200), (10, 4, 64)],
+)
+def test_no_step_of_prompts_lasts_so_long_that_the_group_seems_to_hang(
+    rate: float, silence: float, tokens: int
+) -> None:
+    assert step_tokens(8192, rate, silence) == tokens
+    assert step_tokens(50, rate, silence) == 50
