@@ -80,6 +80,12 @@ def redis_is_flushed(deployment: Deployment) -> None:
         client.flushall()
 
 
+def redis_clients_are_killed(deployment: Deployment) -> None:
+    """Every connection is cut, whatever it was doing."""
+    with deployment.redis.client() as client:
+        client.client_kill_filter(_type="normal", skipme=True)
+
+
 def redis_fills_up(deployment: Deployment) -> None:
     with deployment.redis.client() as client:
         client.config_set("maxmemory", 1)
