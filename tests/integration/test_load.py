@@ -8,7 +8,6 @@ import pytest
 
 from minisgl.bench.client import Generator, Load, look_at, plan
 from minisgl.bench.server import Server
-from minisgl.bench.stats import RequestRecord
 from tests.support import (
     descendants,
     is_running,
@@ -20,6 +19,13 @@ from tests.support import (
 )
 
 CLIENTS = 200
+WARM_UP = 3
+"""Requests of a client before anything is measured: together they fill the KV cache."""
+EACH = {"model": 5, "fake": 20}
+"""Requests of a client then; more where MINISGL_SOAK_SECONDS is over 30."""
+SECONDS_EACH = 5.0
+"""Limit for a request on average, far from what the slowest machine takes."""
+SILENCE_SECONDS = 600.0
 MAX_GROWTH = {"model": 192 << 20, "fake": 48 << 20}
 """Bytes that one process may grow by after the warm-up. With the model most of it is the heap of
 tensors, whose sizes change with every batch; it was seen to wander by 40 MiB and not to grow. The
@@ -43,20 +49,34 @@ def held(pids: list[int]) -> dict[int, Held]:
     return {pid: Held(open_files(pid), resident_bytes(pid)) for pid in pids}
 
 
-def run_load(server: Server, seconds: float, clients: int, seed: int) -> list[RequestRecord]:
+def run_load(server: Server, clients: int, each: float, seed: int) -> None:
+    """So many clients at a time, until they have made `each` requests on average.
+
+    Nothing may fail, and who is to stay is answered to the end.
+    """
     target = look_at(server.url, None, None)
     requests = plan(
         target,
-        1_000,
+        round(clients * each),
         prompt_tokens=(4, 48),
         output_tokens=(1, 16),
         disconnect_share=0.3,
         seed=seed,
     )
-    load = Load(requests=requests, seconds=seconds, concurrency=clients, seed=seed, timeout=120)
+    load = Load(requests=requests, concurrency=clients, seed=seed, timeout=SILENCE_SECONDS)
     generator = Generator(target, load)
-    asyncio.run(generator.run())
-    return generator.records
+
+    async def run() -> None:
+        async with asyncio.timeout(SILENCE_SECONDS + SECONDS_EACH * len(requests)):
+            await generator.run()
+
+    asyncio.run(run())
+    records = generator.records
+    assert [r.error for r in records if r.error] == []
+    assert sum(r.whole or r.left for r in records) == len(requests)
+    assert sum(r.whole for r in records) >= sum(p.leave_after is None for p in requests)
+    # Several tokens may come in one piece, so who wants to leave later may see the end first.
+    assert sum(r.left for r in records) >= sum(p.leave_after in (0, 1) for p in requests) > 0
 
 
 def wait_until_idle(server: Server) -> None:
@@ -77,25 +97,22 @@ def wait_until_idle(server: Server) -> None:
 
 @pytest.mark.model
 @pytest.mark.soak
-@pytest.mark.timeout(0)  # as long as MINISGL_SOAK_SECONDS says
+@pytest.mark.timeout(0)  # run_load has a limit
 @pytest.mark.parametrize("engine", ["model", "fake"])
 def test_clients_that_come_and_go_leave_nothing_behind(
     engine: str, real_model: Path, soak_seconds: float
 ) -> None:
     # The model alone keeps two cores busy; without it the other processes get the load.
     clients = CLIENTS if engine == "fake" or soak_seconds >= 60 else CLIENTS // 4
+    each = EACH[engine] * max(1.0, soak_seconds / 30)
     flags = [*FLAGS, "--fake-engine"] if engine == "fake" else FLAGS
     with Server(str(real_model), flags) as server:
-        warm_up = run_load(server, max(5.0, soak_seconds / 6), clients, seed=1)
-        assert not [r.error for r in warm_up if r.error]
+        run_load(server, clients, WARM_UP, seed=1)
         wait_until_idle(server)
         pids = descendants(server.pid)
         before = held(pids)
 
-        records = run_load(server, soak_seconds, clients, seed=2)
-        assert [r.error for r in records if r.error] == []
-        assert sum(r.whole for r in records) > clients // 5  # a slow machine answers few
-        assert sum(r.left for r in records) > clients // 10
+        run_load(server, clients, each, seed=2)
         wait_until_idle(server)
         assert descendants(server.pid) == pids
 
