@@ -11,6 +11,7 @@ times are seconds; nothing here is a test.
 
 import argparse
 import contextlib
+import itertools
 import signal
 import statistics
 import subprocess
@@ -123,7 +124,7 @@ class Watched:
         assert not wrong, wrong
         ends = []
         for times in streams.times:
-            pairs = [(b - a, b) for a, b in zip(times, times[1:], strict=False) if b > fault]
+            pairs = [(b - a, b) for a, b in itertools.pairwise(times) if b > fault]
             longest, end = max(pairs)
             if longest >= AFFECTED_SECONDS:
                 ends.append(end - fault)

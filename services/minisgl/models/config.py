@@ -1,6 +1,5 @@
 """What inference needs to know of a model, read from the `config.json` of a Hugging Face folder."""
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,35 +114,17 @@ def load_model_config(folder: str | Path) -> ModelConfig:
             "or float16 weights"
         )
     for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
-        _Fields(path, raw).integer(name)  # transformers would put in another model's size
-    fields = _Fields(path, _with_defaults(folder, path, raw))
+        _Fields(path, raw).integer(name)
+    fields = _Fields(path, _with_defaults(family, raw))
     return _build(architectures[0], family, fields, _eos_ids(folder, raw))
 
 
-def _with_defaults(folder: Path, path: Path, raw: dict[str, Any]) -> dict[str, Any]:
-    """`raw` laid over what transformers knows of the model's family.
-
-    Fields of the file count as they are written: transformers versions differ in what they make of
-    them, such as a null `sliding_window`.
-    """
-    from transformers import AutoConfig
-
-    noisy = logging.getLogger("transformers")
-    level = noisy.level
-    noisy.setLevel(logging.ERROR)
-    try:
-        known = AutoConfig.from_pretrained(folder, local_files_only=True).to_dict()
-    except Exception as error:  # transformers raises what its validators raise
-        first = (str(error).strip() or type(error).__name__).splitlines()
-        raise StartError(f"{path}: {' '.join(part.strip() for part in first[:2])}") from None
-    finally:
-        noisy.setLevel(level)
-    merged = {**known, **raw}
-    if raw.get("rope_parameters") is None:  # here null means the family's own
-        merged["rope_parameters"] = known.get("rope_parameters")
-    merged["num_experts"] = raw.get("num_experts", raw.get("num_local_experts"))
-    if merged["num_experts"] is None:
-        merged["num_experts"] = known.get("num_experts", known.get("num_local_experts"))
+def _with_defaults(family: Family, raw: dict[str, Any]) -> dict[str, Any]:
+    """`raw` laid over the family's defaults. What the file gives counts, null included."""
+    merged = {**family.defaults, **raw}
+    experts = raw.get("num_experts", raw.get("num_local_experts"))
+    if experts is not None:
+        merged["num_experts"] = experts
     return merged
 
 
@@ -265,7 +246,12 @@ def _window(fields: _Fields, family: Family) -> int | None:
     if family.window_switch and not fields.boolean("use_sliding_window"):
         return None
     kinds = fields.values.get("layer_types")
-    if isinstance(kinds, list) and kinds and "sliding_attention" not in kinds:
+    if isinstance(kinds, list) and kinds:
+        if "sliding_attention" not in kinds:
+            return None
+    elif family.window_layers and (
+        fields.integer("max_window_layers", least=0) >= fields.integer("num_hidden_layers")
+    ):
         return None
     return fields.integer("sliding_window")
 

@@ -11,6 +11,7 @@ import pytest
 from minisgl.config import StartError, UsageError
 from minisgl.layers.rotary import RopeConfig
 from minisgl.models.config import ModelConfig, load_model_config
+from minisgl.models.registry import FAMILIES
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 320,
@@ -207,7 +208,8 @@ def test_end_tokens_come_from_the_generation_config_first(load: Load, tmp_path: 
         (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
          "rope_type 'dynamic' is not supported; supported: default, linear, llama3, yarn"),
         (LLAMA, {"rope_scaling": {"rope_type": "yarn"}}, "factor"),
-        (LLAMA, {"rope_scaling": "yarn"}, "rope_parameters"),
+        (LLAMA, {"rope_scaling": "yarn"}, "rope_scaling must be an object"),
+        (LLAMA, {"intermediate_size": None}, "intermediate_size is missing"),
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (LLAMA, {"quantization_config": {"quant_method": "fp8"}},
          "quantization_config is not supported"),
@@ -268,3 +270,21 @@ def test_null_rope_parameters_mean_those_of_the_family(tmp_path: Path) -> None:
     del fields["rope_parameters"]
     (tmp_path / "config.json").write_text(json.dumps(fields))
     assert given == load_model_config(tmp_path).rope
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_defaults_are_those_of_transformers(architecture: str) -> None:
+    import transformers
+
+    family = FAMILIES[architecture]
+    kind = getattr(transformers, architecture.replace("ForCausalLM", "Config"))
+    switch = {"use_sliding_window": True} if family.window_switch else {}
+    known = kind(**switch).to_dict()
+    known["num_experts"] = known.get("num_local_experts")
+    assert {name: known.get(name) for name in family.defaults} == family.defaults
+    # Of what is the same in all families, and stands where the field is read.
+    common = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False}
+    assert {name: known[name] for name in common} == common
+    assert known["rope_parameters"] == {"rope_theta": 10000.0, "rope_type": "default"}
+    assert not any(known.get(name) for name in ("attention_bias", "mlp_bias", "norm_topk_prob"))
+    assert known.get("decoder_sparse_step", 1) == 1 and not known.get("mlp_only_layers")
