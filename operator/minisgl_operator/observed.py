@@ -30,6 +30,7 @@ class Settings:
     """The operator's own configuration, from the chart's values."""
 
     image: str
+    """Default image of every role; `{device}` in it becomes the object's engine.device."""
     redis_image: str
     gpu_resource_name: str = "nvidia.com/gpu"
     runtime_class_name: str = ""
@@ -105,10 +106,6 @@ class Refusal:
     """The server's sentence."""
     since: float
     """`wall` of the first refusal in a row."""
-    last: float = 0.0
-    """`wall` of the latest one. The plan asks again after as long as they have lasted, so each wait
-    is twice the one before. Whoever fills this forgets a refusal when the object's generation
-    changes: another spec is worth another try at once."""
 
 
 @dataclass(frozen=True, slots=True)
