@@ -55,6 +55,8 @@ MAX_GROWTH = {"gateway": 24 << 20, "tokenizer": 16 << 20, "detokenizer": 16 << 2
 """Bytes of its own that a process may have more at a later rest. The tensors of a rank come in all
 sizes, and its heap wanders with them."""
 MAX_REDIS_GROWTH = 4 << 20
+MAX_ENTRIES = 32
+"""Of all streams at rest: the audits of this second may be on their way."""
 
 WORKERS = ("tokenizer0", "tokenizer1", "detokenizer0", "detokenizer1")
 RANKS = ("rank0.0", "rank1.0", "rank1.1")
@@ -397,7 +399,7 @@ def test_nothing_is_lost_and_nothing_grows_while_anything_fails(
         assert not counts.wrong, told
         assert not counts.errors, told
         assert counts.whole > count
-        assert all(entries == 0 for _, _, entries in watch.redis), shown
+        assert max(entries for _, _, entries in watch.redis) <= MAX_ENTRIES, shown
         assert max(m for m, _, _ in watch.redis) - watch.redis[0][0] < MAX_REDIS_GROWTH, shown
         for role, (_, files, memory) in watch.growth().items():
             assert files <= MAX_FILES, (role, shown)
