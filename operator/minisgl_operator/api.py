@@ -3,8 +3,8 @@
 The API server has validated and defaulted what arrives here, so `parse` fails only for an object
 that another version of the CRD admitted. A field's meaning is its description in the CRD
 (helm/minisglang/templates/crd.yaml, or `kubectl explain minisglang.spec`); it is not told again
-here. `omit_defaults` makes `changed` the fields that differ from their defaults: a revision is a
-hash of those, so that a field added later with a default rolls nobody.
+here. A revision is a hash of what is `changed`, the fields that differ from their defaults, so
+that a field added later with a default rolls nobody.
 """
 
 from typing import Any, Literal
@@ -21,7 +21,7 @@ Quantity = str | int
 """A Kubernetes quantity, such as 16Gi."""
 
 
-class _Struct(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, rename="camel"):
+class _Struct(msgspec.Struct, kw_only=True, frozen=True, rename="camel"):
     pass
 
 
@@ -311,7 +311,25 @@ def parse(obj: dict[str, Any]) -> MiniSGLang:
 
 
 def changed(part: msgspec.Struct) -> dict[str, Any]:
-    """The fields of a part of the spec that differ from their defaults, as in the manifest."""
-    result = msgspec.to_builtins(part)
-    assert isinstance(result, dict)
+    """The fields of a part of the spec that differ from their defaults, as in the manifest.
+
+    By value: what msgspec itself leaves out is what is identical to a default.
+    """
+    result = {}
+    for field in msgspec.structs.fields(part):
+        value = getattr(part, field.name)
+        if field.default_factory is not msgspec.NODEFAULT:
+            default = field.default_factory()
+        else:
+            default = field.default
+        if value != default:
+            result[field.encode_name] = _plain(value)
     return result
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, msgspec.Struct):
+        return changed(value)
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    return value

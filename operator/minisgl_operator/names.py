@@ -45,6 +45,12 @@ FAILED = f"{GROUP}/failed"
 IMAGE = f"{GROUP}/image"
 COMMIT = f"{GROUP}/commit"
 """Commit of an hf:// repository that this revision uses."""
+PODS = f"{GROUP}/pods"
+"""Pods of one group. Sets carry these three as well: a deleted ControllerRevision comes back from
+a set that was made of it."""
+
+PASSWORD = f"{GROUP}/password"
+"""Annotation of Redis's pod: a digest of its password, so that another one restarts it."""
 
 ROLES = ("gateway", "tokenizer", "detokenizer", "redis", "rank", "model")
 """Values of the component label."""
@@ -100,6 +106,11 @@ def redis(obj: MiniSGLang) -> str:
 def ranks(obj: MiniSGLang) -> str:
     """The headless Service, the disruption budget and the NetworkPolicy of all rank pods."""
     return f"{obj.name}-ranks"
+
+
+def closed(obj: MiniSGLang) -> str:
+    """The NetworkPolicy of the pods that nobody connects to."""
+    return f"{obj.name}-closed"
 
 
 def model_job(obj: MiniSGLang, digest: str) -> str:
