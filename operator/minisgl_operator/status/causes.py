@@ -1,0 +1,243 @@
+"""Why something does not work: each trouble of an object, with the reason that conditions name and
+a sentence that names the child and carries the words of who knows (scheduler, kubelet, server)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from minisgl_operator import names
+from minisgl_operator.drift import reason_of
+from minisgl_operator.observed import Key, Manifest
+from minisgl_operator.plan.failure import first_line
+from minisgl_operator.plan.groups import Survey
+from minisgl_operator.plan.pods import DOWNLOAD, Pod
+
+_PULL = (
+    "ErrImageNeverPull",
+    "ErrImagePull",
+    "ImageInspectError",
+    "ImagePullBackOff",
+    "InvalidImageName",
+    "RegistryUnavailable",
+)
+_CONFIG = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
+_MOUNT = ("FailedMount", "FailedAttachVolume", "FailedMapVolume")
+_ORDER = (
+    "NameConflict",
+    "InvalidPodTemplate",
+    "PodSecurityForbidden",
+    "QuotaExceeded",
+    "Forbidden",
+    "NodeLost",
+    "RestartBudgetExhausted",
+    "ImagePullFailed",
+    "VolumeUnavailable",
+    "InsufficientCapacity",
+    "BackOff",
+)
+"""What to mend first."""
+_DOWNLOAD_CODES = {3: "TokenRejected", 4: "NoSpace"}
+"""Exit codes of `minisgl download`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    reason: str
+    message: str
+
+
+def troubles(survey: Survey) -> list[Trouble]:
+    """All of them, what to mend first in front; the same one of many pods is told once."""
+    found = [
+        *_names(survey),
+        *_refusals(survey),
+        *_nodes(survey),
+        *_claims(survey),
+        *_pods(survey),
+        *_groups(survey),
+    ]
+    seen: set[str] = set()
+    first = []
+    for trouble in sorted(found, key=lambda t: _ORDER.index(t.reason)):
+        if trouble.message not in seen:
+            seen.add(trouble.message)
+            first.append(trouble)
+    return first
+
+
+def unscheduled(survey: Survey, pod: Pod) -> str:
+    """What the scheduler says of a pod without a node; empty if it has one.
+
+    A pod that is gated, or that nobody looks at, has no Event: its condition, or its silence,
+    tells."""
+    if pod.node or pod.deleting is not None:
+        return ""
+    condition = pod.condition("PodScheduled")
+    event = survey.observed.warnings.get(Key("Pod", pod.name))
+    said = condition.get("message") or (event.message if event else "")
+    why = condition.get("reason") or "no scheduler has looked at it"
+    scheduler = (pod.manifest.get("spec") or {}).get("schedulerName")
+    if not condition and scheduler:
+        why = f"scheduler {scheduler} has not looked at it"
+    return f"pod {pod.name} has no node: {said or why}"
+
+
+def download_trouble(pod: Pod) -> Trouble | None:
+    """Why the download in a pod (of the Job, or before the ranks) fails, if it does."""
+    statuses = [*pod.containers(init=True), *pod.containers()]
+    for status in statuses:
+        if status.get("name") != DOWNLOAD:
+            continue
+        state = status.get("state") or {}
+        ended = state.get("terminated") or (status.get("lastState") or {}).get("terminated") or {}
+        code = ended.get("exitCode")
+        if not code or ("running" in state and status.get("ready")):
+            continue
+        reason = _DOWNLOAD_CODES.get(code, "DownloadFailed")
+        said = first_line(str(ended.get("message") or "")) or f"it ended with code {code}"
+        return Trouble(reason, f"pod {pod.name}: {said}")
+    return None
+
+
+def downloading(pod: Pod) -> bool:
+    """Whether a pod fetches the model now."""
+    statuses = [*pod.containers(init=True), *pod.containers()]
+    return any(
+        status.get("name") == DOWNLOAD and "terminated" not in (status.get("state") or {})
+        for status in statuses
+    )
+
+
+def _names(survey: Survey) -> Iterator[Trouble]:
+    for key in sorted(survey.observed.foreign):
+        yield Trouble(
+            "NameConflict",
+            f"{key.kind} {key.name} exists and is not this object's: rename this object, or remove "
+            "what holds the name",
+        )
+
+
+def _refusals(survey: Survey) -> Iterator[Trouble]:
+    for key, refusal in sorted(survey.observed.refused.items()):
+        reason = refusal.reason if refusal.reason in _ORDER else "Forbidden"
+        yield Trouble(reason, f"{key.kind} {key.name} was refused: {refusal.message}")
+    for key, warning in sorted(survey.observed.warnings.items()):
+        if warning.reason != "FailedCreate" or _has_its_pods(survey, key):
+            continue
+        reason = reason_of(403, warning.message, "Pod")
+        yield Trouble(reason, f"{key.kind} {key.name} gets no pod: {warning.message}")
+
+
+def _has_its_pods(survey: Survey, key: Key) -> bool:
+    """Whether a set or Deployment that could not create a pod once has all it wants by now."""
+    live = survey.observed.live.get(key)
+    if live is None or live["metadata"].get("deletionTimestamp"):
+        return True
+    place = names.parse_set(survey.observed.obj, key.name)
+    if key.kind == "StatefulSet" and place is not None:
+        life = survey.current.get(place[0])
+        return life is None or life.epoch != place[1] or len(life.pods) >= life.size
+    wanted = (live.get("spec") or {}).get("replicas", 1)
+    return bool((live.get("status") or {}).get("replicas", 0) >= wanted)
+
+
+def _nodes(survey: Survey) -> Iterator[Trouble]:
+    for node, why in sorted(survey.lost.items()):
+        stays = [pod.name for pod in survey.pods if pod.node == node and pod.deleting is not None]
+        text = f"node {node} is lost: {why}"
+        if stays:
+            text += (
+                f"; {', '.join(sorted(stays)[:4])} cannot be removed before it is back or deleted "
+                "(nothing is deleted by force)"
+            )
+        yield Trouble("NodeLost", text)
+
+
+def _claims(survey: Survey) -> Iterator[Trouble]:
+    model = survey.observed.obj.spec.model
+    claim = model.cache.persistent_volume_claim if model.cache else None
+    name = claim.claim_name if claim else ""
+    if model.uri.startswith("pvc://"):
+        name = model.uri.removeprefix("pvc://").partition("/")[0]
+    if not name or survey.observed.obj.spec.suspend:
+        return
+    held = survey.observed.claims.get(name)
+    if held is None:
+        yield Trouble("VolumeUnavailable", f"PersistentVolumeClaim {name} does not exist")
+        return
+    modes = (held.get("spec") or {}).get("accessModes") or []
+    if not modes or set(modes) - {"ReadWriteOnce", "ReadWriteOncePod"}:
+        return
+    nodes = {pod.node for pod in survey.pods if pod.node and pod.deleting is None}
+    nodes = {n for n in nodes if any(_mounts(p, name) for p in survey.pods if p.node == n)}
+    waiting = [p.name for p in survey.pods if p.node and p.phase == "Pending" and _mounts(p, name)]
+    if len(nodes) > 1 and waiting:
+        yield Trouble(
+            "VolumeUnavailable",
+            f"PersistentVolumeClaim {name} is {modes[0]}, so only one node can mount it, but pods "
+            f"are on {', '.join(sorted(nodes))}; {waiting[0]} waits. Use a ReadWriteMany or "
+            "ReadOnlyMany claim, or keep the pods on one node",
+        )
+
+
+def _mounts(pod: Pod, claim: str) -> bool:
+    volumes: list[Manifest] = (pod.manifest.get("spec") or {}).get("volumes") or []
+    return any(
+        (volume.get("persistentVolumeClaim") or {}).get("claimName") == claim for volume in volumes
+    )
+
+
+def _pods(survey: Survey) -> Iterator[Trouble]:
+    for pod in survey.pods:
+        if pod.deleting is not None:
+            continue
+        if said := unscheduled(survey, pod):
+            if "volume" in said.lower():  # an unbound claim, or one of another zone
+                yield Trouble("VolumeUnavailable", said)
+            elif pod.condition("PodScheduled"):
+                yield Trouble("InsufficientCapacity", said)
+            continue
+        yield from _containers(pod)
+        event = survey.observed.warnings.get(Key("Pod", pod.name))
+        if event and event.reason in _MOUNT and pod.phase == "Pending":
+            yield Trouble("VolumeUnavailable", f"pod {pod.name}: {event.message}")
+
+
+def _containers(pod: Pod) -> Iterator[Trouble]:
+    for status in [*pod.containers(init=True), *pod.containers()]:
+        waiting = (status.get("state") or {}).get("waiting") or {}
+        reason, said = waiting.get("reason", ""), waiting.get("message") or ""
+        where = f"pod {pod.name}, container {status.get('name')}: {reason}"
+        text = f"{where}: {said}" if said else where
+        if reason in _PULL:
+            image = status.get("image", "")
+            yield Trouble("ImagePullFailed", f"image {image}: {text}" if image else text)
+        elif reason in _CONFIG:
+            yield Trouble("InvalidPodTemplate", text)
+        elif reason == "CrashLoopBackOff":
+            ended = (status.get("lastState") or {}).get("terminated") or {}
+            line = first_line(str(ended.get("message") or ""))
+            code = ended.get("exitCode")
+            yield Trouble(
+                "BackOff",
+                f"pod {pod.name}, container {status.get('name')} ends again and again"
+                + (f" with code {code}" if code is not None else "")
+                + (f": {line}" if line else ""),
+            )
+
+
+def _groups(survey: Survey) -> Iterator[Trouble]:
+    for index, life in survey.current.items():
+        failure = life.memory.last_failure
+        said = f" ({failure.sentence()})" if failure else ""
+        phase = survey.phase(index)
+        if phase == "Failed":
+            yield Trouble(
+                "RestartBudgetExhausted",
+                f"group {index} was created anew {life.memory.spent} times and is left as it "
+                f"is{said}; a new spec.restartedAt starts it again",
+            )
+        elif phase == "Restarting":
+            if failure is not None and failure.reason == "NodeLost":
+                yield Trouble("NodeLost", f"group {index} starts again elsewhere{said}")
+            else:
+                yield Trouble("BackOff", f"group {index} starts again{said}")
