@@ -13,6 +13,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SOURCE_ROOTS = ("operator", "services", "kernels")
+PACKAGES = [
+    ROOT / "operator" / "minisgl_operator",
+    ROOT / "services" / "minisgl",
+    ROOT / "kernels" / "minisgl_kernels",
+]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 
@@ -31,7 +36,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """The wheel of this tree. Built without isolation: the tests download nothing."""
     pytest.importorskip("hatchling", reason="needs hatchling: make setup")
     tree = tmp_path_factory.mktemp("tree")
-    for name in ("services", "kernels"):
+    for name in SOURCE_ROOTS:
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree / name)
@@ -55,7 +60,7 @@ def test_the_folder_operator_does_not_shadow_the_standard_library() -> None:
 
 def test_the_wheel_holds_every_file_of_the_packages(wheel: zipfile.ZipFile) -> None:
     held = set(wheel.namelist())
-    for package in (ROOT / "services" / "minisgl", ROOT / "kernels" / "minisgl_kernels"):
+    for package in PACKAGES:
         for path in package.rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts:
                 assert path.relative_to(package.parent).as_posix() in held
@@ -63,7 +68,9 @@ def test_the_wheel_holds_every_file_of_the_packages(wheel: zipfile.ZipFile) -> N
 
 def test_the_wheel_installs_nothing_but_the_packages(wheel: zipfile.ZipFile) -> None:
     tops = {name.split("/")[0] for name in wheel.namelist()}
-    assert {t for t in tops if not t.endswith(".dist-info")} == {"minisgl", "minisgl_kernels"}
+    assert {t for t in tops if not t.endswith(".dist-info")} == {
+        package.name for package in PACKAGES
+    }
 
 
 def test_the_wheel_is_typed_and_has_kernel_sources(wheel: zipfile.ZipFile) -> None:
