@@ -5,6 +5,7 @@ queued; on a CPU it is done by then, and everything else is the same.
 """
 
 import logging
+import os
 import time
 from pathlib import Path
 
@@ -55,7 +56,8 @@ class Engine(StepEngine):
         seen = comm.gather_ints([host_id(), free_memory()])
         hosts, free_before = [host for host, _ in seen], [free for _, free in seen]
         sharing = [hosts.count(host) for host in hosts]
-        if self._device.type == "cpu":
+        # Whoever sets the variable knows of other processes, such as another group's ranks.
+        if self._device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, usable_cpus() // sharing[comm.rank]))
         self._attention = make_backend(config.attention_backend, self._device)
         self._model = CausalLM(model, dtype, comm, self._device)
