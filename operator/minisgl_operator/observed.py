@@ -172,6 +172,7 @@ class GroupSet(Protocol):
         replicas: int,
         avoided: Sequence[str],
         annotations: Mapping[str, str],
+        /,
     ) -> Manifest:
         """`replicas`: 0, or the size; `avoided`: nodes that its pods must not use; `annotations`:
         all that the plan remembers of the group, taken over as they are."""

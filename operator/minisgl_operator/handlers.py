@@ -1,0 +1,117 @@
+"""What kopf calls, and the tasks of all objects: every event only wakes an object's task.
+
+No handler writes anything, so kopf keeps no finalizer, no annotation and no progress on objects.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import kopf
+
+from minisgl_operator import api, names
+from minisgl_operator.kube import CHILDREN, Api, Cache
+from minisgl_operator.metrics import Metrics
+from minisgl_operator.observed import Manifest, Settings
+from minisgl_operator.reconcile import Nodes, Task
+
+MANAGED = f"app.kubernetes.io/managed-by={names.MANAGER}"
+
+
+class Manager:
+    """All objects of this operator, and what is watched for them."""
+
+    def __init__(
+        self, kube: Api, settings: Settings, metrics: Metrics, namespaces: Sequence[str]
+    ) -> None:
+        self._kube, self._settings, self._metrics = kube, settings, metrics
+        self._tasks: dict[tuple[str, str], Task] = {}
+        self._stopping: set[asyncio.Task[None]] = set()
+        self.cache = Cache(kube, list(namespaces) or [None], self._changed)
+        self._nodes = Nodes(self.cache) if settings.can_read_nodes else None
+
+    async def start(self) -> None:
+        """Return when everything has been listed once."""
+        # kopf's watch tells nothing of what was deleted while it was broken off; this one does.
+        self.cache.follow(api.KIND)
+        for kind in CHILDREN:
+            if kind != "HTTPRoute" or self._settings.gateway_api:
+                self.cache.follow(kind, labelSelector=MANAGED)
+        self.cache.follow("Pod", labelSelector=MANAGED)
+        self.cache.follow("Event", fieldSelector="type=Warning")
+        if self._nodes is not None:
+            self.cache.follow("Node")
+            self.cache.follow("Lease", namespace="kube-node-lease")
+        await self.cache.synced()
+
+    async def close(self) -> None:
+        await self.cache.close()
+        await asyncio.gather(*(task.stop() for task in self._tasks.values()))
+
+    def wake(self, namespace: str, name: str) -> None:
+        """Something happened to an object: its task looks."""
+        if task := self._tasks.get((namespace, name)):
+            task.wake()
+
+    def silence(self) -> tuple[float, float]:
+        """Seconds since the quietest watch was alive, and since the slowest task last looked."""
+        now = time.monotonic()
+        looked = max((now - task.last_look for task in self._tasks.values()), default=0.0)
+        return self.cache.silence(), looked
+
+    def _changed(self, kind: str, found: Manifest) -> None:
+        metadata = found["metadata"]
+        namespace = metadata.get("namespace", "")
+        if kind == api.KIND:
+            self._follow(namespace, metadata["name"])
+        elif kind == "Event":
+            about = found.get("involvedObject", {}).get("name", "")
+            for (where, name), task in self._tasks.items():
+                if where == namespace and about.startswith(f"{name}-"):
+                    task.wake()
+        elif kind in ("Node", "Lease"):
+            return  # looked at with each tick
+        else:
+            instance = (metadata.get("labels") or {}).get("app.kubernetes.io/instance", "")
+            self.wake(namespace, instance)
+
+    def _follow(self, namespace: str, name: str) -> None:
+        key = (namespace, name)
+        if self.cache.get(api.KIND, namespace, name) is None:
+            if gone := self._tasks.pop(key, None):
+                stopping = asyncio.create_task(gone.stop())
+                self._stopping.add(stopping)
+                stopping.add_done_callback(self._stopping.discard)
+        elif key in self._tasks:
+            self._tasks[key].wake()
+        else:
+            self._tasks[key] = Task(
+                namespace, name, self._kube, self.cache, self._nodes, self._settings, self._metrics
+            )
+        self._metrics.objects.set(len(self._tasks))
+
+
+async def run_kopf(manager: Manager, namespaces: Sequence[str], stop: asyncio.Event) -> None:
+    """Watch the objects until `stop` is set. Raises what ends kopf."""
+    registry = kopf.OperatorRegistry()
+    settings = kopf.OperatorSettings()
+    settings.posting.enabled = False  # Events are the reconcile tasks' to post
+    settings.peering.standalone = True  # there is a Lease
+    settings.scanning.disabled = bool(namespaces)  # a namespaced operator may not look around
+    settings.networking.error_backoffs = [1, 2, 5]
+
+    @kopf.on.event(api.GROUP, api.VERSION, api.PLURAL, registry=registry)
+    async def changed(namespace: str | None, name: str, **_: Any) -> None:
+        manager.wake(namespace or "", name)
+
+    with contextlib.suppress(asyncio.CancelledError):
+        await kopf.operator(
+            registry=registry,
+            settings=settings,
+            standalone=True,
+            clusterwide=not namespaces,
+            namespaces=list(namespaces),
+            stop_flag=stop,
+        )

@@ -1,0 +1,228 @@
+"""`minisgl-operator run`: the operator's process.
+
+Every replica answers /livez and /metrics; the one that holds the Lease watches and acts. When it
+loses the Lease it ends, and its container starts again as one that waits.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from aiohttp import web
+
+from minisgl_operator.handlers import Manager, run_kopf
+from minisgl_operator.kube import Api, ApiError
+from minisgl_operator.lease import LeaderLease, Lost
+from minisgl_operator.metrics import Metrics
+from minisgl_operator.observed import Settings
+
+log = logging.getLogger("minisgl_operator")
+
+LEASE = "minisgl-operator"
+WATCH_SILENCE_SECONDS = 360.0
+"""A watch tells something each minute, and is opened anew after four."""
+LOOK_SILENCE_SECONDS = 180.0
+"""Every object is looked at each ten seconds."""
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+class ConfigError(Exception):
+    """The configuration file is wrong: one line for the user, exit code 2."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 2: wrong arguments or configuration; 1: it failed, or lost its Lease."""
+    parser = argparse.ArgumentParser(prog="minisgl-operator", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", allow_abbrev=False, help="watch MiniSGLang objects and act")
+    where = run.add_mutually_exclusive_group()
+    where.add_argument("--namespace", metavar="NS", nargs="+", help="watch these namespaces only")
+    where.add_argument(
+        "--all-namespaces", action="store_true", help="watch the whole cluster (default)"
+    )
+    run.add_argument(
+        "--config", metavar="FILE", help="YAML file with default images and so on (see the chart)"
+    )
+    run.add_argument("--port", type=int, default=8080, help="of /livez and /metrics (default 8080)")
+    run.add_argument("--log-format", choices=("json", "text"), default="json", help="default: json")
+    args = parser.parse_args(argv)
+    _set_up_logging(args.log_format)
+    try:
+        settings = read_settings(args.config)
+    except ConfigError as error:
+        print(f"minisgl-operator: {error}", file=sys.stderr)
+        return 2
+    namespaces = sorted(set(args.namespace or []))
+    if namespaces:
+        settings = dataclasses.replace(settings, can_read_nodes=False)
+    try:
+        return asyncio.run(_serve(settings, namespaces, args.port))
+    except (ApiError, Lost, OSError) as error:
+        log.error("%s", error)
+        return 1
+
+
+def read_settings(path: str | None) -> Settings:
+    """The configuration file as settings. `ConfigError` names the field and the fix."""
+    fields = {f.name: f for f in dataclasses.fields(Settings)}
+    given: dict[str, Any] = {}
+    if path is not None:
+        try:
+            given = yaml.safe_load(Path(path).read_text("utf-8")) or {}
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError(f"--config {path}: cannot be read: {error}") from None
+        if not isinstance(given, dict):
+            raise ConfigError(f"--config {path}: must be a mapping of fields")
+    values: dict[str, Any] = {"operator_namespace": _own_namespace()}
+    for key, value in given.items():
+        name = "".join(f"_{c.lower()}" if c.isupper() else c for c in str(key))
+        if name not in fields:
+            known = ", ".join(sorted(fields))
+            raise ConfigError(f"--config {path}: unknown field {key!r}; fields are: {known}")
+        if name == "node_cidrs":
+            if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+                raise ConfigError(f"--config {path}: {key} must be a list of CIDRs as text")
+            values[name] = tuple(value)
+            continue
+        wanted = bool if fields[name].type is bool else str
+        if not isinstance(value, wanted):
+            raise ConfigError(f"--config {path}: {key} must be a {wanted.__name__}, not {value!r}")
+        values[name] = value
+    for f in fields.values():
+        if f.default is dataclasses.MISSING and not values.get(f.name):
+            raise ConfigError(f"--config {path or 'FILE'}: the field {f.name} must be given")
+    return Settings(**values)
+
+
+def _own_namespace() -> str:
+    with contextlib.suppress(OSError):
+        path = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
+        return Path(path).read_text("utf-8").strip()
+    return os.environ.get("POD_NAMESPACE", "default")
+
+
+async def _serve(settings: Settings, namespaces: Sequence[str], port: int) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    kube = await Api.connect()
+    metrics = Metrics()
+    managers: list[Manager] = []
+    web_server = await _listen(port, metrics, managers)
+    identity = f"{os.environ.get('POD_NAME') or socket.gethostname()}-{os.urandom(4).hex()}"
+    lease = LeaderLease(kube, settings.operator_namespace, LEASE, identity)
+    try:
+        acquired = asyncio.create_task(lease.acquire())
+        if not await _first(acquired, stop):
+            return 0
+        metrics.leader.set(1)
+        settings = dataclasses.replace(
+            settings,
+            gateway_api=await kube.knows("HTTPRoute"),
+            image_volumes=await kube.minor_version() >= 35,
+        )
+        manager = Manager(kube, settings, metrics, namespaces)
+        managers.append(manager)
+        await _act(manager, lease, namespaces, stop)
+        return 0
+    finally:
+        await web_server.cleanup()
+        await kube.close()
+
+
+async def _act(
+    manager: Manager, lease: LeaderLease, namespaces: Sequence[str], stop: asyncio.Event
+) -> None:
+    """Keep all objects right until asked to stop. Raises `Lost` when another may act."""
+    keeping = asyncio.create_task(lease.keep())
+    working = asyncio.create_task(_work(manager, namespaces, stop))
+    try:
+        await asyncio.wait({keeping, working}, return_when=asyncio.FIRST_COMPLETED)
+        if keeping.done():
+            keeping.result()
+        working.result()
+    finally:
+        lost = keeping.done()
+        for task in (keeping, working):
+            task.cancel()
+        await asyncio.gather(keeping, working, return_exceptions=True)
+        await manager.close()
+        if not lost:
+            await lease.release()
+
+
+async def _work(manager: Manager, namespaces: Sequence[str], stop: asyncio.Event) -> None:
+    await manager.start()
+    log.info("watching %s", ", ".join(namespaces) or "all namespaces")
+    await run_kopf(manager, namespaces, stop)
+
+
+async def _first(task: "asyncio.Task[None]", stop: asyncio.Event) -> bool:
+    """Wait for the task or for `stop`; whether the task was first."""
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    first = task.done()
+    for one in (task, stopping):
+        one.cancel()
+    await asyncio.gather(task, stopping, return_exceptions=True)
+    return first
+
+
+async def _listen(port: int, metrics: Metrics, managers: list[Manager]) -> web.AppRunner:
+    async def livez(_: web.Request) -> web.Response:
+        for manager in managers:
+            watched, looked = manager.silence()
+            if watched > WATCH_SILENCE_SECONDS:
+                return web.Response(status=500, text=f"a watch is silent for {watched:.0f} s\n")
+            if looked > LOOK_SILENCE_SECONDS:
+                return web.Response(status=500, text=f"an object waits for {looked:.0f} s\n")
+        return web.Response(text="ok\n")
+
+    async def show_metrics(_: web.Request) -> web.Response:
+        return web.Response(body=metrics.text(), content_type="text/plain")
+
+    app = web.Application()
+    app.router.add_get("/livez", livez)
+    app.router.add_get("/metrics", show_metrics)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, None, port).start()
+    return runner
+
+
+class _JsonFormatter(logging.Formatter):
+    """One object a line, with what was passed as `extra`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= {k: str(v) for k, v in vars(record).items() if k not in _STANDARD}
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def _set_up_logging(log_format: str) -> None:
+    handler = logging.StreamHandler()
+    if log_format == "json":
+        handler.setFormatter(_JsonFormatter())
+    else:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    logging.getLogger("kopf").setLevel(logging.WARNING)

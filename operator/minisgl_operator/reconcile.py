@@ -1,0 +1,505 @@
+"""One task for each object: look, decide, act, report. The only writer of children and of status.
+
+Whatever wakes a task (its object, a child, a pod, a node, the bus, the clock) makes it look at
+everything again; what happened is never passed along, so an event that was missed or came twice
+changes nothing. A step that fails is tried again with the next look.
+"""
+
+import asyncio
+import base64
+import logging
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from minisgl_operator import api, bus, drift, names
+from minisgl_operator.api import MiniSGLang
+from minisgl_operator.desired import desired
+from minisgl_operator.kube import Api, ApiError, Cache
+from minisgl_operator.metrics import Metrics
+from minisgl_operator.observed import (
+    Apply,
+    Bus,
+    Delete,
+    DeletePod,
+    Key,
+    Manifest,
+    Node,
+    Observed,
+    Plan,
+    Post,
+    Refusal,
+    Settings,
+    Warning,
+)
+from minisgl_operator.plan import plan
+from minisgl_operator.status import status
+
+log = logging.getLogger(__name__)
+
+RESYNC_SECONDS = 10.0
+TICK_SECONDS = 2.0
+"""How often an object is looked at while workers, or nodes, may be silent."""
+SETTLE_SECONDS = 0.05
+"""Events of one change come in a bunch: one look serves them all."""
+STATUS_SECONDS = 1.0
+"""Least time between two writes of one status."""
+RETRY_FIRST, RETRY_MOST = 1.0, 300.0
+"""Waits between the tries of a child that is refused: each is twice the one before."""
+_NO_ANSWER = (0, 401, 429, 503, 504)
+"""The server is away or overloaded: no verdict on a child."""
+
+
+@dataclass(slots=True)
+class _Refused:
+    refusal: Refusal
+    digest: int
+    """Of the manifest that was refused: another one is tried at once."""
+    wait: float
+    next_try: float
+
+
+class Nodes:
+    """The nodes, and for how long each one's Lease has stood still on this process's clock."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._leases: dict[str, tuple[str, float]] = {}
+
+    def look(self, now: float) -> dict[str, Node]:
+        leases = {}
+        for lease in self._cache.all("Lease"):
+            name = lease["metadata"]["name"]
+            renewed = str(lease.get("spec", {}).get("renewTime"))
+            held = self._leases.get(name)
+            leases[name] = held if held and held[0] == renewed else (renewed, now)
+        self._leases = leases
+        return {
+            node["metadata"]["name"]: _node(node, leases, now) for node in self._cache.all("Node")
+        }
+
+
+def _node(node: Manifest, leases: Mapping[str, tuple[str, float]], now: float) -> Node:
+    name = node["metadata"]["name"]
+    conditions = node.get("status", {}).get("conditions", [])
+    ready = any(c.get("type") == "Ready" and c.get("status") == "True" for c in conditions)
+    lease = leases.get(name)
+    return Node(
+        name=name,
+        ready=ready,
+        lease_age=now - lease[1] if lease else None,
+        unschedulable=bool(node.get("spec", {}).get("unschedulable")),
+    )
+
+
+class Task:
+    """Keeps one object right until it is stopped."""
+
+    def __init__(
+        self,
+        namespace: str,
+        name: str,
+        kube: Api,
+        cache: Cache,
+        nodes: Nodes | None,
+        settings: Settings,
+        metrics: Metrics,
+    ) -> None:
+        self._namespace, self._name = namespace, name
+        self._kube, self._cache, self._nodes = kube, cache, nodes
+        self._settings, self._metrics = settings, metrics
+        self._woken = asyncio.Event()
+        self._woken_at: float | None = None
+        self._uid = ""
+        self._generation = 0
+        self._refused: dict[Key, _Refused] = {}
+        self._foreign: dict[Key, float] = {}
+        """Names that another's object held, and when that was seen."""
+        self._settled: dict[Key, tuple[int, int]] = {}
+        """By child: what was applied, and what the server made of it."""
+        self._reader: bus.Reader | None = None
+        self._password: str | None = None
+        self._named: dict[Key, tuple[float, Manifest | None]] = {}
+        """Objects that are not watched, and when they were read."""
+        self._status_at = -STATUS_SECONDS
+        self._posted: dict[tuple[str, str], float] = {}
+        self.last_look = time.monotonic()
+        """When the last look ended, well or not: /livez."""
+        self._task = asyncio.create_task(self._run(), name=f"object {namespace}/{name}")
+
+    def wake(self) -> None:
+        """Look again soon."""
+        if self._woken_at is None:
+            self._woken_at = time.monotonic()
+        self._woken.set()
+
+    async def stop(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await self._close_reader()
+
+    async def _run(self) -> None:
+        wait = 0.0
+        while True:
+            try:
+                async with asyncio.timeout(wait):
+                    await self._woken.wait()
+                await asyncio.sleep(SETTLE_SECONDS)
+            except TimeoutError:
+                pass
+            self._woken.clear()
+            woken_at, self._woken_at = self._woken_at, None
+            wait = await self._guarded_look()
+            self.last_look = time.monotonic()
+            if woken_at is not None:
+                self._metrics.reconcile_seconds.observe(self.last_look - woken_at)
+
+    async def _guarded_look(self) -> float:
+        """Look, and outlive what goes wrong; seconds until the next look."""
+        try:
+            return await self.look()
+        except ApiError as error:
+            self._metrics.failures.inc()
+            log.warning(
+                "the API server failed: %s", error.message,
+                extra={"namespace": self._namespace, "object": self._name},
+            )  # fmt: skip
+            return TICK_SECONDS
+        except Exception:
+            self._metrics.failures.inc()
+            log.exception(
+                "this object could not be reconciled",
+                extra={"namespace": self._namespace, "object": self._name},
+            )
+            return RESYNC_SECONDS
+
+    # --- one look ------------------------------------------------------------------------------
+
+    async def look(self) -> float:
+        """Look once and act; seconds until the next look. Raises `ApiError`."""
+        found = self._cache.get(api.KIND, self._namespace, self._name)
+        if found is None or found["metadata"].get("deletionTimestamp"):
+            await self._close_reader()
+            return RESYNC_SECONDS
+        obj = api.parse(found)
+        if obj.uid != self._uid:
+            self._forget(obj.uid)
+        if obj.metadata.generation != self._generation:
+            self._generation = obj.metadata.generation
+            self._refused.clear()  # another spec is worth another try
+        observed = await self._observe(obj)
+        wanted = desired(observed)
+        decided = plan(observed, wanted)
+        observed = await self._act(observed, decided)
+        wake = await self._report(found, status(observed, wanted))
+        return min(RESYNC_SECONDS, wake, *self._wakes(decided, observed))
+
+    def _wakes(self, decided: Plan, observed: Observed) -> list[float]:
+        wakes = [max(0.1, decided.wake)] if decided.wake is not None else []
+        if observed.bus.workers or observed.pods:
+            wakes.append(TICK_SECONDS)
+        wakes += [max(0.1, one.next_try - observed.now) for one in self._refused.values()]
+        return wakes
+
+    def _forget(self, uid: str) -> None:
+        """Another object of the same name: nothing that is remembered is about it."""
+        self._uid = uid
+        self._refused.clear()
+        self._foreign.clear()
+        self._settled.clear()
+        self._named.clear()
+        self._posted.clear()
+        self._password = None
+
+    async def _observe(self, obj: MiniSGLang) -> Observed:
+        now = time.monotonic()
+        live: dict[Key, Manifest] = {}
+        pods = []
+        for one in self._cache.of_instance(self._namespace, self._name):
+            if one["kind"] == "Pod":
+                if (one["metadata"].get("labels") or {}).get(names.OBJECT_UID) == obj.uid:
+                    pods.append(one)
+            elif ownership(one, obj) == "ours":
+                live[Key.of(one)] = one
+        password = await self._redis_password(obj, now)
+        secret_key = Key("Secret", names.redis(obj))
+        secret = (self._named.get(secret_key) or (0.0, None))[1]
+        self._foreign = {k: at for k, at in self._foreign.items() if now - at < RESYNC_SECONDS}
+        foreign = set(self._foreign)
+        if secret is not None:
+            if ownership(secret, obj) == "ours":
+                live[secret_key] = secret
+            else:
+                foreign.add(secret_key)
+        await self._follow_bus(obj, password, now)
+        return Observed(
+            obj=obj,
+            settings=self._settings,
+            now=now,
+            wall=time.time(),
+            live=live,
+            foreign=frozenset(foreign),
+            pods=tuple(sorted(pods, key=lambda p: str(p["metadata"]["name"]))),
+            refused={key: one.refusal for key, one in self._refused.items()},
+            warnings=self._warnings([*live, *(Key.of(p) for p in pods)]),
+            nodes=self._nodes.look(now) if self._nodes else None,
+            bus=self._reader.bus if self._reader else Bus("starting"),
+            redis_password=password,
+            claims=await self._claims(obj, now),
+        )
+
+    def _warnings(self, keys: list[Key]) -> dict[Key, Warning]:
+        found = ((key, self._cache.warning(self._namespace, key)) for key in keys)
+        return {key: warning for key, warning in found if warning is not None}
+
+    async def _claims(self, obj: MiniSGLang, now: float) -> dict[str, Manifest]:
+        """The claims that the model or its cache names."""
+        wanted = set()
+        uri, cache = obj.spec.model.uri, obj.spec.model.cache
+        if uri.startswith("pvc://"):
+            wanted.add(uri.removeprefix("pvc://").partition("/")[0])
+        if cache and cache.persistent_volume_claim:
+            wanted.add(cache.persistent_volume_claim.claim_name)
+        found = {n: await self._by_name(Key("PersistentVolumeClaim", n), now) for n in wanted}
+        return {name: claim for name, claim in found.items() if claim is not None}
+
+    # --- Redis ---------------------------------------------------------------------------------
+
+    async def _by_name(self, key: Key, now: float) -> Manifest | None:
+        """An object that is not watched, at most as old as a resync."""
+        held = self._named.get(key)
+        if held is None or now - held[0] >= RESYNC_SECONDS:
+            held = (now, await self._kube.get(key.kind, self._namespace, key.name))
+            self._named[key] = held
+        return held[1]
+
+    async def _secret(self, name: str, now: float) -> Manifest | None:
+        return await self._by_name(Key("Secret", name), now)
+
+    async def _redis_password(self, obj: MiniSGLang, now: float) -> str | None:
+        """The password of a managed Redis: from its Secret, from memory, or a new one."""
+        if obj.spec.redis.managed is None:
+            return None
+        held = await self._secret(names.redis(obj), now)
+        stored = _secret_value(held, "password")
+        if stored:
+            self._password = stored
+        elif self._password is None:
+            self._password = secrets.token_urlsafe(32)
+        return self._password
+
+    async def _follow_bus(self, obj: MiniSGLang, password: str | None, now: float) -> None:
+        """Keep a reader on the address that the spec names now; none while there is no Redis."""
+        address = None if obj.spec.suspend else await self._address(obj, password, now)
+        if self._reader is not None and self._reader.address != address:
+            await self._close_reader()
+        if self._reader is None and address is not None:
+            self._reader = bus.Reader(address, self.wake)
+
+    async def _address(
+        self, obj: MiniSGLang, password: str | None, now: float
+    ) -> bus.Address | None:
+        service = names.service(obj)
+        if obj.spec.redis.external is None:
+            managed = obj.spec.redis.managed
+            ca = None
+            if managed and managed.tls_secret_name:
+                ca = _secret_value(await self._secret(managed.tls_secret_name, now), "ca.crt")
+            return bus.Address(
+                f"{names.redis(obj)}.{self._namespace}.svc", 6379, service,
+                password=password, tls=bool(managed and managed.tls_secret_name), ca=ca,
+            )  # fmt: skip
+        external = obj.spec.redis.external
+        host, _, port = external.address.rpartition(":")
+        secret = external.password_secret_ref
+        ca_ref = external.ca_secret_ref
+        return bus.Address(
+            host.strip("[]"), int(port), service,
+            database=external.database,
+            username=external.username,
+            password=_secret_value(await self._secret(secret.name, now), secret.key)
+            if secret else None,
+            tls=external.tls,
+            ca=_secret_value(await self._secret(ca_ref.name, now), ca_ref.key) if ca_ref else None,
+            managed=False,
+        )  # fmt: skip
+
+    async def _close_reader(self) -> None:
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            await reader.close()
+
+    # --- acting --------------------------------------------------------------------------------
+
+    async def _act(self, observed: Observed, decided: Plan) -> Observed:
+        """Do what was decided; what was seen, with the refusals of now."""
+        foreign = set(observed.foreign)
+        for action in decided.actions:
+            if isinstance(action, Apply):
+                key = Key.of(action.manifest)
+                if key not in foreign and not await self._apply(observed, action.manifest):
+                    foreign.add(key)
+            elif isinstance(action, Delete):
+                self._refused.pop(action.key, None)
+                await self._kube.delete(
+                    action.key.kind, self._namespace, action.key.name, action.uid,
+                    foreground=action.foreground,
+                )  # fmt: skip
+                self._settled.pop(action.key, None)
+            elif isinstance(action, DeletePod):
+                log.info(
+                    "deleting pod %s: %s", action.name, action.why,
+                    extra={"namespace": self._namespace, "object": self._name},
+                )  # fmt: skip
+                await self._kube.delete("Pod", self._namespace, action.name, action.uid)
+            else:
+                await self._post(observed, action)
+        applied = {Key.of(a.manifest) for a in decided.actions if isinstance(a, Apply)}
+        self._refused = {k: one for k, one in self._refused.items() if k in applied}
+        return replace(
+            observed,
+            foreign=frozenset(foreign),
+            refused={key: one.refusal for key, one in self._refused.items()},
+        )
+
+    async def _apply(self, observed: Observed, manifest: Manifest) -> bool:
+        """Apply a child if its live state differs; False if its name is somebody else's."""
+        key, digest, now = Key.of(manifest), _digest(manifest), observed.now
+        held = self._refused.get(key)
+        if held is not None and held.digest == digest and now < held.next_try:
+            return True
+        live = observed.live.get(key)
+        if live is not None:
+            if not drift.differs(manifest, live):
+                self._refused.pop(key, None)
+                return True
+            if self._settled.get(key) == (digest, _projection(manifest, live)):
+                return True  # the server reads it otherwise, and will again
+        else:
+            there = await self._kube.get(key.kind, self._namespace, key.name)
+            if there is not None and ownership(there, observed.obj) != "ours":
+                self._foreign[key] = now
+                return False
+        try:
+            answer = await self._kube.apply(manifest)
+        except ApiError as error:
+            if error.status in _NO_ANSWER:
+                raise
+            if error.status != 409:  # changed in between: the next look sees how
+                self._refuse(key, digest, error, observed)
+            return True
+        self._refused.pop(key, None)
+        self._settled[key] = (digest, _projection(manifest, answer))
+        self._metrics.applied.labels(kind=key.kind).inc()
+        if key.kind == "Secret":
+            self._named[key] = (now, answer)
+        else:
+            self._cache.put(answer)
+        return True
+
+    def _refuse(self, key: Key, digest: int, error: ApiError, observed: Observed) -> None:
+        """Note a refusal, and when the same is worth another try."""
+        held = self._refused.get(key)
+        wait = min(RETRY_MOST, held.wait * 2) if held and held.digest == digest else RETRY_FIRST
+        refusal = Refusal(
+            drift.reason_of(error.status, error.message, key.kind),
+            error.message,
+            since=held.refusal.since if held else observed.wall,
+        )
+        self._refused[key] = _Refused(refusal, digest, wait, observed.now + wait)
+        log.warning(
+            "%s %s was refused: %s", key.kind, key.name, error.message,
+            extra={"namespace": self._namespace, "object": self._name},
+        )  # fmt: skip
+
+    async def _post(self, observed: Observed, event: Post) -> None:
+        """An Event; the same one at most once in ten minutes. None is worth a failed look."""
+        said = (event.reason, event.message)
+        if observed.now - self._posted.get(said, -1e9) < 600:
+            return
+        self._posted[said] = observed.now
+        stamp = datetime.fromtimestamp(observed.wall, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        obj = observed.obj
+        manifest = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"generateName": f"{obj.name}.", "namespace": obj.namespace},
+            "involvedObject": {
+                "apiVersion": api.API_VERSION, "kind": api.KIND, "name": obj.name,
+                "namespace": obj.namespace, "uid": obj.uid,
+            },
+            "type": event.type,
+            "reason": event.reason,
+            "message": event.message[:1024],
+            "source": {"component": names.MANAGER},
+            "reportingComponent": names.MANAGER,
+            "firstTimestamp": stamp,
+            "lastTimestamp": stamp,
+            "count": 1,
+        }  # fmt: skip
+        try:
+            await self._kube.create(manifest)
+        except ApiError as error:
+            log.warning("an Event could not be posted: %s", error.message)
+
+    async def _report(self, found: Manifest, wanted: dict[str, Any]) -> float:
+        """Write the status if it changed, at most once a second; seconds to the next look."""
+        if wanted == found.get("status", {}):
+            return RESYNC_SECONDS
+        wait = self._status_at + STATUS_SECONDS - time.monotonic()
+        if wait > 0:
+            return wait
+        self._status_at = time.monotonic()
+        try:
+            answer = await self._kube.apply_status({
+                "apiVersion": api.API_VERSION,
+                "kind": api.KIND,
+                "metadata": {"name": self._name, "namespace": self._namespace},
+                "status": wanted,
+            })  # fmt: skip
+        except ApiError as error:
+            if error.status == 404:  # it has just been deleted
+                return RESYNC_SECONDS
+            raise
+        self._cache.put(answer)
+        return RESYNC_SECONDS
+
+
+def ownership(child: Manifest, obj: MiniSGLang) -> str:
+    """`ours`, or `foreign`. An orphan with our labels is ours: it is adopted by applying it."""
+    metadata = child["metadata"]
+    for owner in metadata.get("ownerReferences") or []:
+        if owner.get("controller"):
+            return "ours" if owner.get("uid") == obj.uid else "foreign"
+    labels = metadata.get("labels") or {}
+    ours = names.common(obj)
+    del ours[names.OBJECT_UID]  # an orphan carries that of its former object
+    return "ours" if all(labels.get(k) == v for k, v in ours.items()) else "foreign"
+
+
+def _secret_value(secret: Manifest | None, key: str) -> str | None:
+    data = ((secret or {}).get("data") or {}).get(key)
+    if data is None:
+        return None
+    try:
+        return base64.b64decode(data).decode().strip()
+    except ValueError:
+        return None
+
+
+def _digest(value: Any) -> int:
+    return hash(msgspec.json.encode(value, order="sorted"))
+
+
+def _projection(manifest: Manifest, live: Manifest) -> int:
+    """A digest of the parts of `live` that `manifest` speaks of."""
+    metadata = live.get("metadata", {})
+    parts = {key: live.get(key) for key in manifest if key not in ("metadata", "status")}
+    parts["labels"] = metadata.get("labels")
+    parts["annotations"] = metadata.get("annotations")
+    return _digest(parts)
