@@ -26,6 +26,9 @@ IDLE_SECONDS = 75
 otherwise they would now and then send a request into a connection that is just being closed."""
 CLOSE_SECONDS = 2
 """For connections that still write when the drain is over."""
+FIRST_LOOK_SECONDS = 5.0
+"""Before it has seen who serves, a gateway would refuse requests that others can take; but clients
+must be told that the bus is away."""
 
 
 class _Server(uvicorn.Server):
@@ -79,8 +82,10 @@ async def serve(
     service.link.start()
     ticking = asyncio.create_task(_tick(service, stop))
     try:
-        if listen_when_ready and not await _until_ready(service, stop):
+        if listen_when_ready and not await _until(lambda: service.missing() is None, stop):
             return int(service.failure is not None)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(_until(service.link.healthy, stop), FIRST_LOOK_SECONDS)
         server = _Server(
             uvicorn.Config(
                 build_app(service),
@@ -146,8 +151,9 @@ async def _tick(service: Service, stop: asyncio.Event) -> None:
             stop.set()
 
 
-async def _until_ready(service: Service, stop: asyncio.Event) -> bool:
-    while service.missing() is not None:
+async def _until(condition: Callable[[], bool], stop: asyncio.Event) -> bool:
+    """Return True when `condition` holds, False when `stop` was set before."""
+    while not condition():
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), 0.05)
             return False

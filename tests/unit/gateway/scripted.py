@@ -242,7 +242,8 @@ class Stage:
 
     loop_factory = staticmethod(main.loop_factory() or asyncio.new_event_loop)
 
-    def __init__(self, **config: Any) -> None:
+    def __init__(self, *, listen_when_ready: bool = True, **config: Any) -> None:
+        self._listen_when_ready = listen_when_ready
         self.bus = FakeBus()
         self.group = ScriptedGroup(self.bus)
         self.config = GatewayConfig(bus="ipc://none", id="gw", model=MODEL, **config)
@@ -271,7 +272,7 @@ class Stage:
             self._loop = asyncio.get_running_loop()
             self._stop = asyncio.Event()
             return await main.serve(
-                self.service, self._sock, listen_when_ready=True,
+                self.service, self._sock, listen_when_ready=self._listen_when_ready,
                 on_ready=self.listens.set, stop=self._stop,
             )  # fmt: skip
 

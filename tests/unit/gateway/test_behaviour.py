@@ -18,6 +18,7 @@ import pytest
 
 from minisgl.config import UsageError
 from minisgl.gateway import connection, edge
+from minisgl.gateway import main as gateway_main
 from minisgl.gateway.auth import Keys
 from minisgl.messages import (
     AuditMsg,
@@ -391,6 +392,34 @@ def test_it_does_not_listen_until_a_request_can_be_served(make_stage: MakeStage)
         stage.bus.states = states
         assert stage.listens.wait(10)
         assert stage.http.get("/ready").json() == {"status": "ready"}
+    finally:
+        stage.close()
+
+
+def test_a_pod_of_a_cluster_listens_once_it_has_seen_the_bus() -> None:
+    stage = Stage(listen_when_ready=False)
+    stage.bus.away = True
+    stage.start(wait=False)
+    try:
+        with pytest.raises(httpx.ConnectError):
+            stage.http.get("/health")
+        stage.bus.away = False
+        assert stage.listens.wait(10)
+        assert stage.http.get("/ready").status_code == 200
+    finally:
+        stage.close()
+
+
+def test_while_the_bus_is_away_a_pod_of_a_cluster_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_main, "FIRST_LOOK_SECONDS", 0.1)
+    stage = Stage(listen_when_ready=False)
+    stage.bus.away = True
+    stage.start(wait=False)
+    try:
+        assert stage.listens.wait(10)
+        answer = stage.post(CHAT, chat_body())
+        assert answer.json()["error"]["code"] == "bus_unavailable" and answer.headers["retry-after"]
+        assert stage.http.get("/health").status_code == 200
     finally:
         stage.close()
 
