@@ -45,11 +45,13 @@ def _policy(obj: MiniSGLang, name: str, roles: Sequence[str], ingress: list[Mani
     which = {"key": names.COMPONENT, "operator": "In", "values": list(roles)}
     return {
         **parts.child(obj, "networking.k8s.io/v1", "NetworkPolicy", name, roles[0]),
-        "spec": {
-            "podSelector": {"matchLabels": _pods(obj), "matchExpressions": [which]},
-            "policyTypes": ["Ingress"],
-            "ingress": ingress,
-        },
+        "spec": parts.without_empty(
+            {
+                "podSelector": {"matchLabels": _pods(obj), "matchExpressions": [which]},
+                "policyTypes": ["Ingress"],
+                "ingress": ingress,
+            }
+        ),
     }
 
 

@@ -16,7 +16,7 @@ from minisgl_operator.desired.overlay import lay_over, lay_over_init
 from minisgl_operator.observed import Manifest, Settings
 
 CONTAINER = "rank"
-STARTUP_PERIOD = 5
+STARTUP_PERIOD = 2
 STARTUP_MARGIN = 60
 """Seconds by which the start-up probe is later than the operator, which replaces the whole group:
 a kubelet that was first would restart ranks one by one."""
