@@ -16,6 +16,7 @@ again. Needs openssl and the programs of `make cluster-tools`; else it raises `U
 
 import json
 import shutil
+import signal
 import ssl
 import tempfile
 import urllib.error
@@ -65,7 +66,7 @@ class ApiServer:
         address: where the API server listens.
         controllers: those that kube-controller-manager runs; it does not run if there are none.
         flags, controller_flags: further flags of the two programs.
-        detached: whether the programs outlive this process.
+        detached, record: whether the programs outlive this process, and where their ids are kept.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class ApiServer:
         flags: Sequence[str] = (),
         controller_flags: Sequence[str] = (),
         detached: bool = False,
+        record: Path | None = None,
     ) -> None:
         tools = find(*API_SERVER)
         self._temporary = folder is None
@@ -92,7 +94,8 @@ class ApiServer:
         etcd_url, peer_url = f"http://127.0.0.1:{client}", f"http://127.0.0.1:{peer}"
 
         def program(name: str, *arguments: str) -> Program:
-            return Program([tools[name], *arguments], self.folder / f"{name}.log", detached)
+            log = self.folder / f"{name}.log"
+            return Program([tools[name], *arguments], log, detached, record)
 
         self.etcd = program(
             "etcd",
@@ -165,11 +168,11 @@ class ApiServer:
             # Earlier it would find no role that lets it read its own configuration, and exit.
             self.controllers.start()
 
-    def stop(self) -> None:
-        """End all of it; the folder stays."""
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """End all of it by a signal; the folder stays."""
         for program in (self.controllers, self.server, self.etcd):
             if program is not None:
-                program.stop()
+                program.stop(number)
 
     def ready(self) -> bool:
         """Whether the API server says so; raises `AssertionError` if it has ended."""
@@ -220,7 +223,7 @@ class ApiServer:
         self._close()
 
     def _close(self) -> None:
-        self.stop()
+        self.stop(signal.SIGKILL if self._temporary else signal.SIGTERM)
         if self._temporary:
             shutil.rmtree(self.folder, ignore_errors=True)
 

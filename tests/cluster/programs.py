@@ -1,12 +1,16 @@
 """The programs of the test cluster: where they lie, how they run, how they end."""
 
+import contextlib
 import os
 import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
 from pathlib import Path
+
+from tests.support import is_running, wait_until
 
 BUILD = Path(__file__).with_name("build_tools.sh")
 API_SERVER = ("etcd", "kube-apiserver", "kube-controller-manager", "kubectl")
@@ -54,6 +58,8 @@ class Program:
     """A long-running program with a log, which can be killed and started again.
 
     It ends with the process that started it, also when that is killed, unless it is `detached`.
+    The starting thread must then live on: the kernel watches the thread. `record` is a file that
+    keeps the process's identity, for `end_recorded`.
     """
 
     def __init__(
@@ -61,13 +67,13 @@ class Program:
         argv: Sequence[str],
         log: Path,
         detached: bool = False,
-        env: Mapping[str, str] | None = None,
+        record: Path | None = None,
     ) -> None:
         self.argv = list(argv)
         self.name = Path(argv[0]).name
         self.log = log
         self._detached = detached
-        self._env = {**os.environ, **(env or {})}
+        self._record = record
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -86,9 +92,11 @@ class Program:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=self._env,
                 start_new_session=self._detached,
             )
+        if self._record is not None:
+            with self._record.open("a") as record:
+                record.write(f"{self.pid} {_birth(self.pid)}\n")
 
     def runs(self) -> bool:
         """Whether it has not ended."""
@@ -108,3 +116,37 @@ class Program:
     def tail(self, count: int = 2000) -> str:
         """The end of its log."""
         return f"{self.name}: {self.log.read_text(errors='replace')[-count:]}"
+
+
+def recorded(record: Path) -> list[int]:
+    """The processes in a file of `Program` that still run, the oldest first."""
+    if not record.exists():
+        return []
+    lines = (line.split() for line in record.read_text().splitlines())
+    return [int(pid) for pid, birth in lines if _birth(int(pid)) == birth]
+
+
+def end_recorded(record: Path) -> None:
+    """Kill what a file of `Program` names, the youngest first, and wait for its end."""
+    for pid in reversed(recorded(record)):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    limit = time.monotonic() + 20
+    while any(is_running(pid) for pid in recorded(record)):
+        if time.monotonic() > limit:
+            raise AssertionError(f"these do not end: {recorded(record)}")
+        time.sleep(0.05)
+
+
+def await_program(pid: int, name: str) -> None:
+    """Wait until a process has become a program: `unshare` is itself until it is done."""
+    comm = Path(f"/proc/{pid}/comm")
+    wait_until(lambda: comm.read_text() == f"{name}\n", 10, lambda: f"runs {comm.read_text()}")
+
+
+def _birth(pid: int) -> str:
+    """When a process began, in clock ticks: with its id, its identity. Empty if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""

@@ -1,0 +1,62 @@
+"""`python -m tests.cluster up` and `down`: the test cluster for a person at a shell.
+
+`up` prints three lines that a shell can export: KUBECONFIG, PATH (with kubectl and helm) and
+INGRESS. It builds the programs and images that are missing, which takes long the first time.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+
+from tests.cluster.cluster import ROOT, Cluster, folder, remove
+from tests.cluster.images import BuildError
+from tests.cluster.programs import BUILD, Unavailable, tools_dir
+
+TARGETS = ("engine-cpu", "services", "operator")
+
+
+def up(nodes: int, quick_loss: bool) -> None:
+    """Start the cluster and leave it running."""
+    if shutil.which("go") and not os.environ.get("CLUSTER_TOOLS"):
+        subprocess.run(["bash", str(BUILD), str(tools_dir())], check=True, stdout=sys.stderr)
+    get_model = [sys.executable, str(ROOT / "scripts" / "get_model.py")]
+    subprocess.run(get_model, check=True, stdout=sys.stderr)
+    cluster = Cluster(nodes=nodes, quick_loss=quick_loss, detached=True)
+    try:
+        cluster.start()
+        cluster.load(*TARGETS)
+    except BaseException:
+        cluster.stop()
+        raise
+    print(f"KUBECONFIG={cluster.api.kubeconfig}")
+    print(f"PATH={tools_dir()}:{os.environ['PATH']}")
+    print(f"INGRESS={cluster.ingress}")
+
+
+def main() -> int:
+    """Exit code 1, with the reason in one line, if this machine cannot do it."""
+    parser = argparse.ArgumentParser(prog="tests.cluster", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    start = commands.add_parser("up", help="start it and leave it running")
+    start.add_argument("--nodes", type=int, choices=(1, 2), default=2, help="default: 2")
+    start.add_argument(
+        "--quick-loss", action="store_true", help="find the loss of a node in 6 s instead of 50"
+    )
+    commands.add_parser("down", help="end it and remove all that it left")
+    arguments = parser.parse_args()
+    try:
+        if arguments.command == "up":
+            up(arguments.nodes, arguments.quick_loss)
+        else:
+            remove()
+            print(f"cluster: nothing is left, {folder()} is gone", file=sys.stderr)
+    except (Unavailable, BuildError, AssertionError, subprocess.CalledProcessError) as error:
+        print(f"cluster: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
