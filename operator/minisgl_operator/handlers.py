@@ -102,6 +102,10 @@ async def run_kopf(manager: Manager, namespaces: Sequence[str], stop: asyncio.Ev
     settings.scanning.disabled = bool(namespaces)  # a namespaced operator may not look around
     settings.networking.error_backoffs = [1, 2, 5]
 
+    @kopf.on.login(registry=registry)
+    def login(**given: Any) -> kopf.ConnectionInfo | None:
+        return kopf.login_with_service_account(**given) or kopf.login_with_kubeconfig(**given)
+
     @kopf.on.event(api.GROUP, api.VERSION, api.PLURAL, registry=registry)
     async def changed(namespace: str | None, name: str, **_: Any) -> None:
         manager.wake(namespace or "", name)
