@@ -5,6 +5,7 @@ from typing import Any
 
 from minisgl_operator import names
 from minisgl_operator.api import MiniSGLang
+from minisgl_operator.desired import served_name
 from minisgl_operator.observed import Desired, Key, Manifest, Observed
 from minisgl_operator.plan.failure import present
 from minisgl_operator.plan.groups import Survey
@@ -35,7 +36,7 @@ def status(observed: Observed, desired: Desired) -> dict[str, Any]:
         "groupRestarts": sum(life.memory.restarts for life in current),
         "selector": _selector(obj),
         "url": url(obj),
-        "servedModel": served_model(obj),
+        "servedModel": served_name(obj),
         "modelRevision": kept.get(names.COMMIT),
         "image": kept.get(names.IMAGE) or obj.spec.image,
         "currentRevision": _reached(survey),
@@ -59,14 +60,6 @@ def url(obj: MiniSGLang) -> str:
         if hosts:
             return f"http://{hosts[0]}{spec.http_route.path.rstrip('/')}"
     return f"http://{obj.name}.{obj.namespace}.svc"
-
-
-def served_model(obj: MiniSGLang) -> str:
-    """The model's id in the API."""
-    model = obj.spec.model
-    if model.served_name:
-        return model.served_name
-    return model.uri.removeprefix("hf://") if model.uri.startswith("hf://") else obj.name
 
 
 def _selector(obj: MiniSGLang) -> str:
