@@ -210,17 +210,24 @@ class Deployment:
             self._add(f"gateway{n}", "gateway", *shared, *flags)
         for role in ("tokenizer", "detokenizer"):
             for n in range(2):
-                self._add(f"{role}{n}", role, *shared, f"--id={role[0]}{n}")
+                name = f"{role}{n}"
+                self._add(name, role, *shared, f"--id={role[0]}{n}", self._probed(name))
         for group, size in enumerate(sizes):
             for rank in range(size):
                 place = [f"--group=g{group}", f"--tensor-parallel-size={size}", f"--tp-rank={rank}"]
-                self._add(f"rank{group}.{rank}", "engine", *shared, *engine, *place)
+                name = f"rank{group}.{rank}"
+                self._add(name, "engine", *shared, *engine, *place, self._probed(name))
         self._stopping = threading.Event()
         self._supervisor = threading.Thread(target=self._supervise, daemon=True)
         self._supervisor.start()
 
     def _add(self, name: str, *command: str) -> None:
         self.workers[name] = Worker(name, command, self.folder)
+
+    def _probed(self, name: str) -> str:
+        """The flag for a worker's files of probes, in `folder`/`name`."""
+        (self.folder / name).mkdir()
+        return f"--health-dir={self.folder / name}"
 
     def _supervise(self) -> None:
         while not self._stopping.wait(RESTART_SECONDS):
@@ -270,8 +277,8 @@ class Deployment:
         good = not busy and 0 < total == free + kept and not long
         return "" if good else f"{busy=} {total=} {free=} evictable={kept} {long=}"
 
-    def wait_at_rest(self) -> None:
-        wait_until(lambda: self.ready() and not self.at_rest(), 60, self.at_rest)
+    def wait_at_rest(self, seconds: float = 60) -> None:
+        wait_until(lambda: self.ready() and not self.at_rest(), seconds, self.at_rest)
 
     def logs(self) -> str:
         """The end of each log."""

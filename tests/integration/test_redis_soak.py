@@ -46,6 +46,7 @@ FAULT_SECONDS = 10.0
 PART_SECONDS = 120.0
 """How long load and faults last between two moments of rest."""
 STREAM_SECONDS = 300.0
+REST_SECONDS = 180.0
 JSON = {"Content-Type": "application/json"}
 REFUSALS = {"bus_unavailable", "no_group_ready"}
 """What a new request may be told while Redis, or every group, is away: 503 with Retry-After."""
@@ -369,7 +370,11 @@ def test_nothing_is_lost_and_nothing_grows_while_anything_fails(
         deployment.wait_ready()
         known = references(deployment.urls)
         deployment.wait_at_rest()
-        before = sum(metrics(url)["minisgl_request_replays_total"] for url in deployment.urls)
+
+        def replays() -> float:
+            return sum(metrics(url)["minisgl_request_replays_total"] for url in deployment.urls)
+
+        before = replays()
         watch, chaos = Watch(deployment), Chaos(deployment)
         watch.at_rest()
         parts: list[Counts] = []
@@ -389,11 +394,12 @@ def test_nothing_is_lost_and_nothing_grows_while_anything_fails(
                     one.result()
             loaded += time.monotonic() - began
             parts += [client.counts for client in clients]
-            deployment.wait_at_rest()
+            counts = together(parts)
+            shown = table(counts, chaos, watch, replays() - before, loaded)
+            print(f"{shown}\n", flush=True)  # also if what follows fails
+            deployment.wait_at_rest(REST_SECONDS)
             watch.at_rest()
-        after = sum(metrics(url)["minisgl_request_replays_total"] for url in deployment.urls)
-        counts = together(parts)
-        shown = table(counts, chaos, watch, after - before, loaded)
+        shown = table(counts, chaos, watch, replays() - before, loaded)
         print(shown)
         told = "\n".join([*counts.wrong, *counts.errors, *chaos.log])
         assert not counts.wrong, told
