@@ -183,11 +183,6 @@ class WorkerConfig:
         "--heartbeat-timeout-seconds)",
     )
     pod: str = flag("", "name of the pod, shown in this worker's state")
-    health_dir: str | None = flag(
-        None,
-        "folder for the files of probes: live, with the seconds of uptime at the last turn of the "
-        "worker's loop, and ready, which is there while it serves (default: none)",
-    )
     bus_password_file: str | None = flag(
         None, "file with the password of Redis, read again at each connection (default: none)"
     )
@@ -212,6 +207,17 @@ class WorkerConfig:
         if self.drain_seconds is not None:
             return self.drain_seconds
         return self.heartbeat_timeout_seconds / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbedConfig(WorkerConfig):
+    """A worker without HTTP: a tokenizer, a detokenizer, and in `RankConfig` a rank."""
+
+    health_dir: str | None = flag(
+        None,
+        "folder for the files of probes: live, with the seconds of uptime at the last turn of the "
+        "worker's loop, and ready, which is there while it serves (default: none)",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,7 +276,7 @@ class GatewayConfig(WorkerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankConfig(WorkerConfig):
+class RankConfig(ProbedConfig):
     """One tensor-parallel rank."""
 
     group: str = "g0"

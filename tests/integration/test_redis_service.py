@@ -155,6 +155,20 @@ class TestOneGroup:
     def calm(cls, service: Deployment) -> list[Ended]:
         return undisturbed(service)
 
+    def test_probes_see_who_serves_and_whose_loop_stands_still(self, service: Deployment) -> None:
+        service.wait_ready()
+        shown = {f.name for w in ("tokenizer0", "detokenizer1", "rank0.1")
+                 for f in (service.folder / w).glob("[lr]*")}  # fmt: skip
+        assert shown == {"live", "ready", "live.1", "ready.1"}
+        live = service.folder / "rank0.0" / "live.0"
+        turned = live.read_text()
+        wait_until(lambda: live.read_text() != turned, 10, lambda: "the loop does not turn")
+        ready = service.folder / "rank0.1" / "ready.1"
+        kill("rank0.0")(service)
+        wait_until(lambda: not ready.exists(), 30, service.logs)  # its group serves no more
+        service.wait_ready()
+        wait_until(ready.exists, 30, service.logs)
+
     @pytest.mark.parametrize(
         "fault",
         [

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl.bus import connect, detok_queue, reply_queue
-from minisgl.config import WorkerConfig
+from minisgl.config import ProbedConfig
 from minisgl.detokenizer.worker import SILENT_AUDITS_SECONDS, DetokenizerCore, run_detokenizer
 from minisgl.messages import (
     AuditMsg,
@@ -398,7 +398,7 @@ def bus_url() -> Any:
 
 
 def start(
-    config: WorkerConfig, **options: Any
+    config: ProbedConfig, **options: Any
 ) -> tuple[threading.Event, threading.Thread, list[int]]:
     """A worker in a thread, ready; its exit code comes into the list."""
     stop, ready, codes = threading.Event(), threading.Event(), []
@@ -430,7 +430,7 @@ GATEWAY = WorkerState(role="gateway", id="gw", boot=5, beat=1)
 def test_a_process_answers_on_the_bus_shows_itself_and_ends_when_its_work_is_done(
     model: Path, bus_url: str
 ) -> None:
-    config = WorkerConfig(bus=bus_url, id="d0", model=str(model), drain_seconds=30)
+    config = ProbedConfig(bus=bus_url, id="d0", model=str(model), drain_seconds=30)
     stop, thread, codes = start(config, tokenizes=True)
     bus = connect(bus_url, "local")
     bus.subscribe(reply_queue("gw"))
@@ -459,7 +459,7 @@ def test_a_process_answers_on_the_bus_shows_itself_and_ends_when_its_work_is_don
 def test_a_process_whose_time_to_drain_is_over_hands_back_to_its_peer(
     model: Path, bus_url: str
 ) -> None:
-    config = WorkerConfig(bus=bus_url, id="d0", model=str(model), drain_seconds=0)
+    config = ProbedConfig(bus=bus_url, id="d0", model=str(model), drain_seconds=0)
     stop, thread, codes = start(config)
     bus = connect(bus_url, "local")
     bus.subscribe(reply_queue("gw"))
@@ -477,7 +477,7 @@ def test_a_process_whose_time_to_drain_is_over_hands_back_to_its_peer(
 def test_a_process_that_ends_does_not_wait_for_what_a_gateway_that_has_gone_asked_for(
     model: Path, bus_url: str
 ) -> None:
-    config = WorkerConfig(bus=bus_url, id="d0", model=str(model), drain_seconds=3600)
+    config = ProbedConfig(bus=bus_url, id="d0", model=str(model), drain_seconds=3600)
     stop, thread, codes = start(config)
     bus = connect(bus_url, "local")
     bus.subscribe(reply_queue("gw"))
@@ -490,7 +490,7 @@ def test_a_process_that_ends_does_not_wait_for_what_a_gateway_that_has_gone_aske
 
 
 def test_a_malformed_batch_stops_no_process(model: Path, bus_url: str) -> None:
-    config = WorkerConfig(bus=bus_url, id="d0", model=str(model))
+    config = ProbedConfig(bus=bus_url, id="d0", model=str(model))
     stop, thread, codes = start(config)
     bus = connect(bus_url, "local")
     bus.subscribe(reply_queue("gw"))

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minisgl.bus import TOK, connect, reply_queue, req_queue
-from minisgl.config import WorkerConfig
+from minisgl.config import ProbedConfig
 from minisgl.messages import (
     GroupLoad,
     Route,
@@ -330,7 +330,7 @@ def test_a_process_tokenizes_what_the_gateway_puts_on_the_bus(tmp_path: Path, bu
     rank.publish_state(state())
 
     stop, ready, codes = threading.Event(), threading.Event(), []
-    config = WorkerConfig(bus=bus_url, id="t0", model=str(folder))
+    config = ProbedConfig(bus=bus_url, id="t0", model=str(folder))
     thread = threading.Thread(
         target=lambda: codes.append(run_tokenizer(config, on_ready=ready.set, stop=stop)),
         daemon=True,

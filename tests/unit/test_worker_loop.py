@@ -8,12 +8,12 @@ import pytest
 
 from minisgl.bus import Bus, Entry
 from minisgl.bus.base import BusError
-from minisgl.config import WorkerConfig
+from minisgl.config import ProbedConfig
 from minisgl.messages import AbortMsg, AuditMsg, Message, WorkerState
 from minisgl.tokenizer import loop
 from minisgl.tokenizer.loop import Addressed, run_loop
 
-CONFIG = WorkerConfig(bus="ipc:///unused", id="w", model="m", drain_seconds=0)
+CONFIG = ProbedConfig(bus="ipc:///unused", id="w", model="m", drain_seconds=0)
 
 
 def ask(run: int) -> AbortMsg:

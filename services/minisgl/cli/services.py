@@ -17,7 +17,7 @@ from minisgl.cli.flags import (
     whole_number,
 )
 from minisgl.cli.serve import MODEL_HELP, add_api_key
-from minisgl.config import EngineConfig, GatewayConfig, RankConfig, UsageError, WorkerConfig
+from minisgl.config import EngineConfig, GatewayConfig, ProbedConfig, RankConfig, UsageError
 from minisgl.launch.serve import as_arguments
 from minisgl.launch.supervisor import ChildSpec, Supervisor, minisgl_command
 from minisgl.lifecycle import Lifecycle, set_up_logging
@@ -37,13 +37,13 @@ def add_gateway(parser: Parser) -> Run:
 
 def add_tokenizer(parser: Parser) -> Run:
     """Declare the arguments of `minisgl tokenizer`."""
-    _add_worker(parser, WorkerConfig, "service")
+    _add_worker(parser, ProbedConfig, "service")
     return _run_tokenizer
 
 
 def add_detokenizer(parser: Parser) -> Run:
     """Declare the arguments of `minisgl detokenizer`."""
-    _add_worker(parser, WorkerConfig, "service")
+    _add_worker(parser, ProbedConfig, "service")
     parser.add_argument("--also-tokenize", action="store_true", help=argparse.SUPPRESS)
     return _run_detokenizer
 
@@ -117,7 +117,7 @@ def _run_gateway(args: argparse.Namespace, life: Lifecycle) -> int:
 
 
 def _run_tokenizer(args: argparse.Namespace, life: Lifecycle) -> int:
-    config = from_args(WorkerConfig, args)
+    config = from_args(ProbedConfig, args)
 
     def work() -> int:
         from minisgl.tokenizer.worker import run_tokenizer
@@ -128,7 +128,7 @@ def _run_tokenizer(args: argparse.Namespace, life: Lifecycle) -> int:
 
 
 def _run_detokenizer(args: argparse.Namespace, life: Lifecycle) -> int:
-    config = from_args(WorkerConfig, args)
+    config = from_args(ProbedConfig, args)
 
     def work() -> int:
         from minisgl.detokenizer.worker import run_detokenizer

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from minisgl.bus import TOK, Bus, connect_worker, detok_queue, reply_queue
-from minisgl.config import WorkerConfig
+from minisgl.config import ProbedConfig
 from minisgl.detokenizer.stream import TextStream
 from minisgl.hub import model_vocab_size, resolve_model
 from minisgl.messages import (
@@ -274,7 +274,7 @@ class DetokenizerCore:
 
 
 def run_detokenizer(
-    config: WorkerConfig,
+    config: ProbedConfig,
     *,
     bus: Bus | None = None,
     tokenizes: bool = False,

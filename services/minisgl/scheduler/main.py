@@ -14,6 +14,7 @@ from minisgl.bus.base import REPLACED_CODE, ReplacedError
 from minisgl.config import EngineConfig, RankConfig, new_boot
 from minisgl.distributed import Communicator, PeerError
 from minisgl.engine.step import StepEngine
+from minisgl.health import Health
 from minisgl.hub import resolve_model
 from minisgl.messages import GroupLoad, WorkerState
 from minisgl.scheduler.feed import make_feed
@@ -50,9 +51,12 @@ def run_engine(
     watchdog = Watchdog(config.heartbeat_timeout_seconds)
     members, bus = _members_and_bus(config, boot, watchdog)
     first = config.tp_rank == 0
+    health = Health(config.health_dir, str(config.tp_rank))
+    formed = False
     beats = iter(range(1, 2**63))
 
     def state(load: GroupLoad | None) -> WorkerState:
+        health.show_ready(formed and not stop.is_set())
         return WorkerState(
             role="rank",
             id=f"{config.group}/{config.tp_rank}",
@@ -62,6 +66,10 @@ def run_engine(
             draining=stop.is_set(),
             load=load,
         )
+
+    def turn() -> None:
+        watchdog.turn()
+        health.turn()
 
     starting = contextlib.ExitStack()
     comm: Communicator | None = None
@@ -101,11 +109,12 @@ def run_engine(
             sink=sink,
             state=state,
             publish=bus.publish_state,
-            turn=watchdog.turn,
+            turn=turn,
             drain_seconds=config.drain,
         )
         comm.barrier()
         members.formed()
+        formed = True
         starting.close()
         bus.publish_state(state(rank.load() if first else None))
         if isinstance(bus, BackgroundBus):

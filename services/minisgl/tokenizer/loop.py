@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 from minisgl.bus import Bus, Entry
 from minisgl.bus.base import REPLACED_CODE, BusError, ReplacedError
-from minisgl.config import WorkerConfig, new_boot
+from minisgl.config import ProbedConfig, new_boot
 from minisgl.health import Health
 from minisgl.messages import Message, WorkerState
 
@@ -61,7 +61,7 @@ class Core(Protocol):
 
 
 def run_loop(
-    config: WorkerConfig,
+    config: ProbedConfig,
     bus: Bus,
     cores: Sequence[Core],
     *,
@@ -82,7 +82,7 @@ def run_loop(
 
 
 def _turn(
-    config: WorkerConfig,
+    config: ProbedConfig,
     bus: Bus,
     cores: Sequence[Core],
     on_ready: Callable[[], None] | None,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from minisgl.bus import TOK, Bus, connect_worker, reply_queue, req_queue
 from minisgl.bus.base import BusError
-from minisgl.config import WorkerConfig
+from minisgl.config import ProbedConfig
 from minisgl.hub import model_vocab_size, resolve_model
 from minisgl.messages import (
     ErrorInfo,
@@ -266,7 +266,7 @@ def _reply(
 
 
 def run_tokenizer(
-    config: WorkerConfig,
+    config: ProbedConfig,
     *,
     bus: Bus | None = None,
     on_ready: Callable[[], None] | None = None,
@@ -302,7 +302,7 @@ def run_tokenizer(
             bus.close()
 
 
-def _prefix_lookup(config: WorkerConfig) -> "PrefixLookup | None":
+def _prefix_lookup(config: ProbedConfig) -> "PrefixLookup | None":
     """On one machine there is one group, and nothing to look up."""
     if config.bus.startswith("ipc://"):
         return None
