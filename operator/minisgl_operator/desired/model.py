@@ -253,11 +253,7 @@ def is_done(observed: Observed, job: Manifest) -> bool:
 
 def resolved_commit(observed: Observed, job: Manifest) -> str | None:
     """What a resolving Job has found out: the termination message of its pod."""
-    for pod in observed.pods:
-        labels = pod["metadata"].get("labels") or {}
-        name = labels.get("batch.kubernetes.io/job-name") or labels.get("job-name")
-        if name != job["metadata"]["name"]:
-            continue
+    for pod in _pods_of(observed, job):
         for status in (pod.get("status") or {}).get("containerStatuses") or ():
             ended = (status.get("state") or {}).get("terminated") or {}
             message = str(ended.get("message", "")).strip()
@@ -266,3 +262,14 @@ def resolved_commit(observed: Observed, job: Manifest) -> str | None:
             if _COMMIT.fullmatch(message):
                 return message
     return None
+
+
+def is_lost(observed: Observed, job: Manifest) -> bool:
+    """Whether a Job has succeeded and its pod is gone, with what it had to say."""
+    return is_done(observed, job) and not _pods_of(observed, job)
+
+
+def _pods_of(observed: Observed, job: Manifest) -> list[Manifest]:
+    label = "batch.kubernetes.io/job-name"
+    name = job["metadata"]["name"]
+    return [p for p in observed.pods if (p["metadata"].get("labels") or {}).get(label) == name]

@@ -1,7 +1,7 @@
 """The managed Redis: one pod with an append-only file, a password, and nothing that lasts.
 
-A Deployment, because a StatefulSet's pod stays Terminating on a lost node. Its one ACL user may
-touch the keys of this object and run the commands of the bus; that of docs/reliability.md.
+A Deployment, because a StatefulSet's pod stays Terminating on a lost node. Its user may touch the
+keys of this object only, and may not administer it.
 """
 
 import base64
@@ -20,11 +20,9 @@ from minisgl_operator.observed import Key, Manifest, Observed
 CONTAINER = "redis"
 GRACE_MARGIN = 30
 """Seconds by which Redis outlives the last of those that drain."""
-COMMANDS = (
-    "+xadd +xread +xdel +xreadgroup +xack +xautoclaim +xpending +xgroup|create +expire +get +mget "
-    "+set +del +scan +hgetall +hget +hset +hsetnx +eval +sadd +srem +scard +smismember +unlink"
-)
-"""What the workers need; +ping and +info are for the probes and the operator."""
+RULES = "+@all -@admin -@dangerous +info"
+"""What its user may do with the keys of the object. By kind, not by name: workers of an older image
+may need what those of this version do not. INFO is for the operator."""
 _PASSWORD = "/etc/minisgl/redis"
 _TLS = "/etc/minisgl/tls"
 _RUN = "/run/redis"
@@ -35,7 +33,7 @@ set -eu
 umask 077
 hash() {{ sha256sum | cut -d' ' -f1; }}
 password=$(tr -d '\\n' < {password}/password | hash)
-echo "user default reset on #$password ~minisgl:{{{service}}}:* {commands} +ping +info" > {run}/acl
+echo "user default reset on #$password ~minisgl:{{{service}}}:* {rules}" > {run}/acl
 server=$(command -v redis-server || command -v valkey-server)
 {reload}exec "$server" "$@" --aclfile {run}/acl"""
 _RELOAD = """\
@@ -87,14 +85,18 @@ def children(observed: Observed) -> list[Manifest]:
 def _secret(observed: Observed) -> Manifest | None:
     """Made once; what is in it then is never changed."""
     obj = observed.obj
-    if observed.redis_password is None:
+    data: Manifest | None
+    if observed.redis_password is not None:
+        data = {PASSWORD_KEY: base64.b64encode(observed.redis_password.encode()).decode()}
+    else:
+        data = observed.live.get(Key("Secret", names.redis(obj)), {}).get("data")
+    if not data:
         return None
-    password = base64.b64encode(observed.redis_password.encode()).decode()
     return {
         **parts.child(obj, "v1", "Secret", names.redis(obj), "redis"),
         "type": "Opaque",
         "immutable": True,
-        "data": {PASSWORD_KEY: password},
+        "data": data,
     }
 
 
@@ -178,7 +180,7 @@ def _template(obj: MiniSGLang, managed: ManagedRedis, image: str) -> Manifest:
         mounts.append({"name": "tls", "mountPath": _TLS, "readOnly": True})
     place = {"password": _PASSWORD, "run": _RUN, "tls": _TLS}
     start = _START.format(
-        **place, service=names.service(obj), commands=COMMANDS,
+        **place, service=names.service(obj), rules=RULES,
         reload=_RELOAD.format(**place) if tls else "",
     )  # fmt: skip
     ask = _ASK.format(password=_PASSWORD, tls=f"--tls --cacert {_TLS}/ca.crt " if tls else "")

@@ -128,7 +128,9 @@ def resolving_job(observed: Observed) -> Manifest | None:
     if not model.needs_commit(obj) or model.pinned_commit(obj) or newest in known(observed):
         return None
     job = model.resolving_job(obj, default_image(obj, observed.settings), newest)
-    return job if _commit_of(observed, newest) is None else None
+    # One whose answer is lost is left out, so that it goes, and the next look makes it anew.
+    answered = _commit_of(observed, newest) is not None or model.is_lost(observed, job)
+    return None if answered else job
 
 
 def _made(observed: Observed, name: str, number: int) -> Revision | None:

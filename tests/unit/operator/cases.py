@@ -156,12 +156,24 @@ def completed(job: Manifest) -> Manifest:
     return {**job, "status": {"conditions": [{"type": "Complete", "status": "True"}]}}
 
 
+def job_pod(job: Manifest, code: int, message: str) -> Manifest:
+    """The pod of a Job, which has ended with this message."""
+    labels = {"batch.kubernetes.io/job-name": job["metadata"]["name"], names.COMPONENT: "model"}
+    ended = {"terminated": {"exitCode": code, "message": message}}
+    return {
+        "metadata": {"name": "pod", "labels": labels},
+        "status": {"containerStatuses": [{"name": "download", "state": ended}]},
+    }
+
+
 def settled(spec: Mapping[str, Any], **more: Any) -> Observed:
     """The object with all of its children, after its Jobs have succeeded."""
     live: list[Manifest] = []
+    pods: list[Manifest] = []
     for _ in range(3):
-        children = want(spec, live, **more).children
+        children = want(spec, live, pods=tuple(pods), **more).children
         live = [completed(one) if one["kind"] == "Job" else one for one in children]
+        pods = [job_pod(one, 0, COMMIT) for one in live if one["kind"] == "Job"]
     return observe(spec, live, **more)
 
 

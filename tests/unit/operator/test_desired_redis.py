@@ -1,0 +1,283 @@
+"""The managed Redis: its children, and its scripts run for real."""
+
+import base64
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from redis.exceptions import NoPermissionError
+
+from minisgl.messages import WorkerState, encode_state
+from minisgl_operator.observed import Manifest
+from tests.cluster.pki import Authority
+from tests.redis_server import RedisServer, documented_rules, free_port
+from tests.support import wait_until
+from tests.unit.operator.cases import HUB, child, main_container, of, pod, settled, want
+
+TLS = {"model": HUB, "redis": {"managed": {"tlsSecretName": "redis-tls"}}}
+PASSWORD = "not-a-secret"
+SERVICE = "models.qwen.0f1e2d3c"
+
+
+def deployment(managed: dict[str, Any] | None = None) -> Manifest:
+    return child({"model": HUB, "redis": {"managed": managed or {}}}, "Deployment", "-redis")
+
+
+def test_there_is_never_a_second_redis() -> None:
+    spec = deployment()["spec"]
+    assert spec["replicas"] == 1 and spec["strategy"] == {"type": "Recreate"}
+
+
+def test_h62_a_full_redis_refuses_writes_and_a_restarted_one_has_what_it_had() -> None:
+    words = main_container(deployment({"maxMemory": "1Gi"}))["args"]
+    given = dict(zip(words[::2], words[1::2], strict=True))
+    assert given["--maxmemory"] == str(2**30) and given["--maxmemory-policy"] == "noeviction"
+    assert given["--appendonly"] == "yes" and given["--dir"] == "/data"
+
+
+@pytest.mark.parametrize(
+    ("quantity", "size"), [("512Mi", 512 << 20), (1000, 1000), ("1.5k", 1500), ("100m", 1)]
+)
+def test_the_bound_of_its_memory_is_a_quantity(quantity: Any, size: int) -> None:
+    words = main_container(deployment({"maxMemory": quantity}))["args"]
+    assert words[words.index("--maxmemory") + 1] == str(size)
+
+
+def test_its_file_is_on_a_claim_if_one_is_asked_for() -> None:
+    (data,) = [v for v in pod(deployment())["volumes"] if v["name"] == "data"]
+    assert data == {"name": "data", "emptyDir": {}}
+    spec = {
+        "model": HUB,
+        "redis": {"managed": {"storage": {"size": 5, "storageClassName": "fast"}}},
+    }
+    (data,) = [
+        v for v in pod(child(spec, "Deployment", "-redis"))["volumes"] if v["name"] == "data"
+    ]
+    assert data["persistentVolumeClaim"] == {"claimName": "qwen-redis"}
+    claim = child(spec, "PersistentVolumeClaim")["spec"]
+    assert claim["resources"]["requests"]["storage"] == 5 and claim["storageClassName"] == "fast"
+
+
+def test_its_password_is_in_a_secret_that_nobody_changes() -> None:
+    secret = child({"model": HUB}, "Secret")
+    assert secret["immutable"] is True and secret["metadata"]["name"] == "qwen-redis"
+    assert base64.b64decode(secret["data"]["password"]).decode() == PASSWORD
+
+
+def test_the_same_password_again_restarts_nothing_and_another_one_restarts_it() -> None:
+    before = settled({"model": HUB})
+    live = [one for key, one in before.live.items() if key.kind != "Secret"]
+    old = of(before.live.values(), "Deployment", "-redis")
+    assert of(want({"model": HUB}, live).children, "Deployment", "-redis") == old
+    other = of(want({"model": HUB}, live, password="new").children, "Deployment", "-redis")
+    assert other["spec"]["template"] != old["spec"]["template"]
+
+
+def test_a_password_that_could_not_be_read_changes_nothing() -> None:
+    before = settled({"model": HUB})
+    after = want({"model": HUB}, before.live.values(), password=None).children
+    for kind, name in (("Secret", ""), ("Deployment", "-redis")):
+        assert of(after, kind, name) == of(before.live.values(), kind, name)
+
+
+def test_it_outlives_those_that_drain() -> None:
+    spec = {
+        "model": HUB,
+        "gateway": {"terminationGracePeriodSeconds": 50},
+        "ranks": {"terminationGracePeriodSeconds": 700},
+    }
+    assert pod(child(spec, "Deployment", "-redis"))["terminationGracePeriodSeconds"] > 700
+
+
+def test_an_external_redis_is_nobodys_child() -> None:
+    spec = {"model": HUB, "redis": {"external": {"address": "r:1"}}}
+    assert not any("redis" in one["metadata"]["name"] for one in want(spec).children)
+
+
+# --- the scripts, run ---------------------------------------------------------------------------
+
+needs_redis = pytest.mark.redis
+
+
+class Pod:
+    """The container of Redis, its files in a folder and its port another one."""
+
+    def __init__(self, container: Any, folder: Path) -> None:
+        self.port = free_port()
+        self.container = container
+        self.paths = {
+            "/etc/minisgl/redis": folder / "password",
+            "/etc/minisgl/tls": folder / "tls",
+            "/run/redis": folder / "run",
+            "/data": folder / "data",
+        }
+        for path in self.paths.values():
+            path.mkdir(exist_ok=True)
+        (self.paths["/etc/minisgl/redis"] / "password").write_text(PASSWORD)
+        self.log = folder / "log"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def words(self, words: list[str]) -> list[str]:
+        """A command of the manifest, for this machine."""
+        changed = []
+        for word in words:
+            for path, here in self.paths.items():
+                word = word.replace(path, str(here))
+            word = word.replace("6379", str(self.port)).replace("sleep 30", "sleep 0.2")
+            changed.append(word.replace('"$cli" ', f'"$cli" -p {self.port} '))
+        return changed
+
+    def start(self) -> None:
+        command = self.words([*self.container["command"], *self.container["args"]])
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+
+    def kill(self) -> None:
+        """What is left of the container too."""
+        assert self.process is not None
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(10)
+
+    def exec(self, hook: dict[str, Any]) -> subprocess.Popen[bytes]:
+        """What the kubelet runs in the container."""
+        return subprocess.Popen(self.words(hook["exec"]["command"]))
+
+    def succeeds(self, probe: str) -> bool:
+        return self.exec(self.container[probe]).wait(20) == 0
+
+    def client(self, password: str | None = PASSWORD, **more: Any) -> "redis.Redis":
+        return redis.Redis(host="127.0.0.1", port=self.port, password=password, protocol=2, **more)
+
+
+@contextmanager
+def running(container: Any, folder: Path) -> Iterator[Pod]:
+    one = Pod(container, folder)
+    one.start()
+    try:
+        wait_until(lambda: one.succeeds("readinessProbe"), 20, lambda: one.log.read_text()[-2000:])
+        yield one
+    finally:
+        one.kill()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Pod]:
+    with running(main_container(deployment()), tmp_path) as one:
+        yield one
+
+
+@needs_redis
+def test_without_the_password_nobody_gets_in(server: Pod) -> None:
+    for password in (None, "wrong"):
+        with pytest.raises((redis.AuthenticationError, redis.ResponseError)):
+            server.client(password).get("x")
+
+
+@needs_redis
+def test_with_it_one_may_use_the_keys_of_this_object_and_do_nothing_to_the_server(
+    server: Pod,
+) -> None:
+    client = server.client()
+    assert client.set(f"minisgl:{{{SERVICE}}}:x", 1) and client.info("memory")
+    for forbidden in (
+        lambda: client.set("minisgl:{other}:x", 1),
+        lambda: client.flushall(),
+        lambda: client.config_get("dir"),
+        lambda: client.execute_command("ACL", "LIST"),
+        lambda: client.keys("*"),
+    ):
+        with pytest.raises(NoPermissionError):
+            forbidden()
+
+
+@needs_redis
+def test_its_user_may_do_all_that_the_documented_user_of_a_shared_redis_may() -> None:
+    documented = {rule[1:] for rule in documented_rules(SERVICE) if rule.startswith("+")}
+    with RedisServer() as plain, plain.client() as client:
+        denied = {str(name) for kind in ("admin", "dangerous") for name in client.acl_cat(kind)}
+    assert documented and denied and not documented & denied
+
+
+@needs_redis
+def test_what_it_held_is_there_after_its_container_was_killed(server: Pod) -> None:
+    server.client().set(f"minisgl:{{{SERVICE}}}:x", 1)
+    wait_until(lambda: any(server.paths["/data"].rglob("*.incr.aof")), 10, server.log.read_text)
+    wait_until(
+        lambda: b":x" in b"".join(f.read_bytes() for f in server.paths["/data"].rglob("*.aof")),
+        10, server.log.read_text,
+    )  # fmt: skip
+    server.kill()
+    assert not server.succeeds("livenessProbe")
+    server.start()
+    wait_until(lambda: server.succeeds("readinessProbe"), 20, server.log.read_text)
+    assert server.client().get(f"minisgl:{{{SERVICE}}}:x") == b"1"
+
+
+@needs_redis
+def test_one_that_nobody_needs_leaves_at_once(server: Pod) -> None:
+    publish(server, "idle", draining=False)
+    assert server.exec(server.container["lifecycle"]["preStop"]).wait(20) == 0
+
+
+@needs_redis
+def test_it_waits_while_anybody_drains(server: Pod) -> None:
+    publish(server, "busy", draining=True)
+    server.client().set(f"minisgl:{{{SERVICE}}}:state:gateway:junk", b"\xc1")
+    leaving = server.exec(server.container["lifecycle"]["preStop"])
+    wait_until(lambda: asked(server) >= 3, 20, server.log.read_text)
+    assert leaving.poll() is None
+    publish(server, "busy", draining=False)
+    assert leaving.wait(20) == 0
+
+
+def asked(server: Pod) -> int:
+    """How often Redis was asked who drains."""
+    stats: Any = server.client().info("commandstats")
+    return int(stats.get("cmdstat_eval", {}).get("calls", 0))
+
+
+def publish(server: Pod, name: str, *, draining: bool) -> None:
+    state = WorkerState(role="rank", id=name, boot=2**63, beat=1, draining=draining)
+    server.client().set(f"minisgl:{{{SERVICE}}}:state:rank:{name}", encode_state(state))
+
+
+@needs_redis
+def test_with_tls_it_serves_a_renewed_certificate_without_a_restart(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "pki")
+    one = Pod(main_container(child(TLS, "Deployment", "-redis")), tmp_path)
+
+    def renew(name: str) -> None:
+        authority.issue(name, name, addresses=["DNS:localhost", "IP:127.0.0.1"])
+        folder = one.paths["/etc/minisgl/tls"]
+        for file, source in (("tls.crt", f"{name}.crt"), ("tls.key", f"{name}.key")):
+            (folder / file).write_bytes((authority.folder / source).read_bytes())
+        (folder / "ca.crt").write_bytes(authority.certificate.read_bytes())
+
+    renew("first")
+    one.start()
+    try:
+        wait_until(lambda: one.succeeds("readinessProbe"), 20, one.log.read_text)
+        client = one.client(ssl=True, ssl_ca_certs=str(authority.certificate))
+        assert client.set(f"minisgl:{{{SERVICE}}}:x", 1)
+        assert served(one) == "first"
+        renew("second")
+        wait_until(lambda: served(one) == "second", 20, one.log.read_text)
+        assert client.get(f"minisgl:{{{SERVICE}}}:x") == b"1"
+    finally:
+        one.kill()
+
+
+def served(one: Pod) -> str:
+    """The name in the certificate that Redis shows."""
+    shown = subprocess.run(
+        ["openssl", "s_client", "-connect", f"127.0.0.1:{one.port}"],
+        input=b"", capture_output=True, timeout=20,
+    ).stdout.decode()  # fmt: skip
+    line = next(line for line in shown.splitlines() if line.startswith("subject="))
+    return line.rpartition("=")[2].strip()
