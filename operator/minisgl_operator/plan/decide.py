@@ -104,7 +104,7 @@ class _Groups:
     def _endings(self) -> dict[int, Ending]:
         found = {}
         for index, life in self.survey.current.items():
-            end = ending(self.survey, life)
+            end = ending(self.survey, life, self._decided(life))
             if end is not None:
                 found[index] = end
             elif (deadline := start_deadline(self.survey, life)) is not None:
@@ -182,7 +182,7 @@ class _Groups:
         make = partial(_Next, life.index, group.next_epoch)
         if life.index in todo.replace:
             follows = replaced(memory)
-            if end is not None:
+            if end is not None and not (end.counts and memory.failed):
                 follows = replace(self._after(life, end), spent=0)
             return make(desired.revision, follows)
         if life.revision not in desired.sizes:

@@ -70,12 +70,14 @@ def crash(survey: Survey, life: Life) -> Failure | None:
     return kept
 
 
-def ending(survey: Survey, life: Life) -> Ending | None:
-    """Whether a current life must be replaced; None: not, or the policy forbids it."""
+def ending(survey: Survey, life: Life, decided: float) -> Ending | None:
+    """Whether a current life must be replaced; None: not, or the policy forbids it.
+
+    `decided`: the Unix time that is written down where the cause has none of its own."""
     policy = survey.observed.obj.spec.failure_policy
     if policy.restart_policy == "None" or not life.started:
         return None
-    wall = float(int(survey.observed.wall))
+    wall = float(int(decided))
     for pod in life.pods:
         if pod.node in survey.lost:
             why = f"node {pod.node} is lost: {survey.lost[pod.node]}"

@@ -106,7 +106,7 @@ class Survey:
         for index in sorted(sets.keys() | pods.keys()):
             held, here = sets.get(index, {}), pods.get(index, {})
             lives = tuple(
-                self._life(index, epoch, held.get(epoch), here.get(epoch, []))
+                self._life(index, epoch, held.get(epoch), here.get(epoch, []), told.get(index))
                 for epoch in sorted(held.keys() | here.keys())
             )
             newest = next((life for life in reversed(lives) if life.set is not None), None)
@@ -114,7 +114,7 @@ class Survey:
                 index,
                 lives,
                 newest if newest is not None and newest.kept else None,
-                newest.memory if newest else Memory.of_status(told.get(index, {})),
+                newest.memory if newest else Memory().with_status(told.get(index, {})),
                 1 + max(lives[-1].epoch, taken.get(index, 0), _epoch(told.get(index))),
             )
         self._unknown = {
@@ -122,7 +122,7 @@ class Survey:
                 index,
                 (),
                 None,
-                Memory.of_status(told.get(index, {})),
+                Memory().with_status(told.get(index, {})),
                 1 + max(taken.get(index, 0), _epoch(told.get(index))),
             )
             for index in (taken.keys() | told.keys()) - groups.keys()
@@ -134,7 +134,14 @@ class Survey:
         found = self.groups.get(index) or self._unknown.get(index)
         return found or Group(index, (), None, Memory(), 1)
 
-    def _life(self, index: int, epoch: int, held: Manifest | None, pods: list[Pod]) -> Life:
+    def _life(
+        self,
+        index: int,
+        epoch: int,
+        held: Manifest | None,
+        pods: list[Pod],
+        told: Manifest | None,
+    ) -> Life:
         obj = self.observed.obj
         pods.sort(key=lambda pod: pod.ordinal)
         revision, replicas, kept = "", 0, False
@@ -154,13 +161,16 @@ class Survey:
         elif pods:
             revision = (pods[0].manifest["metadata"].get("labels") or {}).get(names.REVISION, "")
         size = self.desired.sizes.get(revision, replicas)
+        memory = Memory.of(annotations)
+        if told is not None and _epoch(told) > epoch:  # somebody deleted a newer set
+            memory = memory.with_status(told)
         return Life(
             index,
             epoch,
             held,
             tuple(pods),
             revision,
-            Memory.of(annotations),
+            memory,
             size,
             started=replicas > 0,
             kept=kept,

@@ -5,7 +5,7 @@ It goes from one life of the group to the next, and outlives the operator, the s
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from minisgl_operator import names
@@ -106,14 +106,14 @@ class Memory:
             failed=annotations.get(names.FAILED) == "true",
         )
 
-    @classmethod
-    def of_status(cls, group: Mapping[str, Any]) -> "Memory":
-        """From status.groups[], for a group whose StatefulSet somebody deleted."""
-        restarts = group.get("restarts", 0)
-        return cls(
-            restarts=restarts if isinstance(restarts, int) else 0,
-            last_restart=seconds(group.get("lastRestartTime")),
-            last_failure=Failure.of(group.get("lastFailure")),
+    def with_status(self, group: Mapping[str, Any]) -> "Memory":
+        """With what status.groups[] knows beyond it: for a group whose set somebody deleted."""
+        restarts = group.get("restarts")
+        return replace(
+            self,
+            restarts=max(self.restarts, restarts if isinstance(restarts, int) else 0),
+            last_restart=seconds(group.get("lastRestartTime")) or self.last_restart,
+            last_failure=Failure.of(group.get("lastFailure")) or self.last_failure,
         )
 
     def annotations(self, held: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -115,7 +115,7 @@ def _group(survey: Survey, index: int, phase: str) -> dict[str, Any]:
     rank0 = next((w for w in ranks if w.id.endswith("/0")), None)
     found = {
         "index": index,
-        "epoch": life.epoch,
+        "epoch": life.epoch if group.current else group.next_epoch - 1,
         "revision": life.revision,
         "incarnation": meeting.incarnation[:16] if meeting else None,
         "phase": phase,

@@ -1,6 +1,7 @@
 """Whatever happens in whatever order, and wherever the operator is cut off: bounds hold, nothing
 that must be remembered is lost, and in the end all is as wanted and nothing more is written."""
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import hypothesis.strategies as st
@@ -8,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from minisgl_operator import names
-from minisgl_operator.observed import Apply, Delete, DeletePod, Key, Manifest
+from minisgl_operator.observed import Action, Apply, Delete, DeletePod, Key, Manifest
 from minisgl_operator.plan import Survey, decide
 from tests.unit.operator.world import World, group_set, running, spec_of
 
@@ -158,6 +159,8 @@ class Operator(RuleBasedStateMachine):
         actions = decide(observed, desired, group_set).actions
         serving = {i for i, life in survey.current.items() if survey.serves(life)}
         given_up = {i for i in serving if any(_gives_up(survey, i, a) for a in actions)}
+        for index, epoch in _new_sets(survey, actions):
+            assert epoch > self.remembered.get(index, (0, False, 0))[2]
         spec = observed.obj.spec
         if spec.rollout_strategy.type == "RollingUpdate" and given_up and self.harmless(survey):
             wanted = observed.obj.group_indices_wanted
@@ -185,13 +188,11 @@ class Operator(RuleBasedStateMachine):
         now = {}
         for index, life in survey.current.items():
             memory = life.memory
-            now[index] = (memory.restarts, memory.last_failure is not None, life.epoch)
-        for index, (restarts, failure, epoch) in now.items():
-            before = self.remembered.get(index)
-            if before is not None:
-                assert restarts >= before[0]
-                assert failure or not before[1]
-                assert epoch >= before[2]
+            restarts, failure, highest = self.remembered.get(index, (0, False, 0))
+            assert memory.restarts >= restarts
+            assert memory.last_failure is not None or not failure
+            last = max(old.epoch for old in survey.groups[index].lives)
+            now[index] = (memory.restarts, memory.last_failure is not None, max(highest, last))
         self.remembered = now
 
     def teardown(self) -> None:
@@ -253,6 +254,15 @@ def _gives_up(survey: Survey, index: int, action: object) -> bool:
         place = names.parse_set(obj, action.manifest["metadata"]["name"])
         return place is not None and place[0] == index and place[1] > life.epoch
     return False
+
+
+def _new_sets(survey: Survey, actions: Iterable[Action]) -> Iterator[tuple[int, int]]:
+    """Index and epoch of each set to be created."""
+    for action in actions:
+        if isinstance(action, Apply) and Key.of(action.manifest) not in survey.observed.live:
+            place = names.parse_set(survey.observed.obj, Key.of(action.manifest).name)
+            if action.manifest["kind"] == "StatefulSet" and place is not None:
+                yield place
 
 
 TestOperator = Operator.TestCase

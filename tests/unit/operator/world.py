@@ -8,7 +8,7 @@ its pods run, after a load time.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -217,6 +217,7 @@ class World:
     model_ready: bool = True
     operator_from: float = START
     """When the operator started: its clocks know nothing from before."""
+    _last_heard: tuple[Worker, ...] = ()
     _serial: int = 0
 
     # --- the operator --------------------------------------------------------------------------
@@ -245,7 +246,9 @@ class World:
             }
             if self.reads_nodes
             else None,
-            bus=self._bus() if redis else Bus("unreachable", unread=self._unread()),
+            bus=self._bus()
+            if redis
+            else Bus("unreachable", unread=self._unread(), workers=self._last_heard),
         )
 
     def _lease_age(self, machine: Machine) -> float:
@@ -277,7 +280,8 @@ class World:
             )
             if rank:
                 meetings[group] = Meeting("0123456789abcdef", ready(pod))
-        return Bus("ok", workers=tuple(w for w in workers if w.role != "redis"), meetings=meetings)
+        self._last_heard = tuple(w for w in workers if w.role != "redis")
+        return Bus("ok", workers=self._last_heard, meetings=meetings)
 
     def desired(self, observed: Observed) -> Desired:
         return desired_of(observed, model_ready=self.model_ready)
@@ -430,6 +434,41 @@ class World:
         for _ in range(int(seconds / dt)):
             self.step(dt)
             self.operate()
+
+    def until(self, holds: Callable[[], bool], seconds: float = 600) -> None:
+        """Cluster and operator until something holds."""
+        for _ in range(int(seconds)):
+            if holds():
+                return
+            self.step()
+            self.operate()
+        raise AssertionError(f"not within {seconds} s: {self.status}")
+
+    def settled(self) -> bool:
+        """Whether all groups serve the newest revision, says the status."""
+        return (
+            self.status.get("readyReplicas") == self.obj.spec.replicas == len(self.sets())
+            and self.status["currentRevision"] == self.status["updateRevision"]
+            and self.status["observedGeneration"] == self.generation
+        )
+
+    def settle(self, seconds: float = 600) -> "World":
+        self.until(self.settled, seconds)
+        return self
+
+    def sets(self) -> dict[str, Manifest]:
+        """The groups' sets by name, those that go included."""
+        return {k.name: m for k, m in sorted(self.live.items()) if k.kind == "StatefulSet"}
+
+    def group(self, index: int) -> dict[str, Any]:
+        """A group as the status shows it; empty if it does not."""
+        return next((g for g in self.status.get("groups", ()) if g["index"] == index), {})
+
+    def condition(self, kind: str) -> dict[str, Any]:
+        return next((c for c in self.status["conditions"] if c["type"] == kind), {})
+
+    def events(self, reason: str) -> list[str]:
+        return [post.message for post in self.posts if post.reason == reason]
 
     def _collect(self) -> None:
         """The garbage collector."""
