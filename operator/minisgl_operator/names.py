@@ -49,6 +49,9 @@ PODS = f"{GROUP}/pods"
 """Pods of one group. Sets carry these three as well: a deleted ControllerRevision comes back from
 a set that was made of it."""
 
+APPLIED = f"{GROUP}/applied"
+"""Annotation of every child: a digest of its manifest. A field that is no longer set is in no
+comparison with the live object; that another manifest was applied shows here."""
 PASSWORD = f"{GROUP}/password"
 """Annotation of Redis's pod: a digest of its password, so that another one restarts it."""
 

@@ -6,6 +6,7 @@ which are the plan's to place in time; it makes them with `group_set`.
 
 from collections.abc import Mapping, Sequence
 
+from minisgl_operator import names
 from minisgl_operator.desired import (
     disruption,
     group,
@@ -16,6 +17,7 @@ from minisgl_operator.desired import (
     routes,
     services,
 )
+from minisgl_operator.desired.digest import digest_of
 from minisgl_operator.desired.model import served_name
 from minisgl_operator.observed import Desired, Manifest, Observed
 
@@ -49,7 +51,7 @@ def desired(observed: Observed) -> Desired:
         *routes.children(obj, observed.settings),
     ]
     return Desired(
-        children=tuple(children),
+        children=tuple(_signed(one) for one in children),
         revision=newest,
         sizes={name: one.pods for name, one in revision.known(observed).items()},
         model_ready=ready,
@@ -79,4 +81,16 @@ def group_set(
     held = revision.of(observed, revision_)
     template = group.filled(held.template, index, epoch, avoided)
     notes = {**annotations, **held.annotations}
-    return group.group_set(observed.obj, held.digest, template, index, epoch, replicas, notes)
+    notes.pop(names.APPLIED, None)  # of the group's earlier life
+    made = group.group_set(observed.obj, held.digest, template, index, epoch, replicas, notes)
+    return _signed(made)
+
+
+def _signed(manifest: Manifest) -> Manifest:
+    """With a digest of itself, unless it is one that was signed before."""
+    metadata = manifest["metadata"]
+    notes = metadata.get("annotations", {})
+    if names.APPLIED in notes:
+        return manifest
+    notes = {**notes, names.APPLIED: digest_of(manifest)}
+    return {**manifest, "metadata": {**metadata, "annotations": notes}}

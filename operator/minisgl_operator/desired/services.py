@@ -197,13 +197,16 @@ def _deployment(
 ) -> Manifest | None:
     """Without a template the live Deployment is kept as it is: what it runs is better than none."""
     obj = observed.obj
+    child = parts.child(obj, "apps/v1", "Deployment", name, role)
     if template is None:
         live = observed.live.get(Key("Deployment", name))
         if live is None:
             return None
         template = live["spec"]["template"]
+        signature = (live["metadata"].get("annotations") or {}).get(names.APPLIED, "")
+        child["metadata"]["annotations"] = {names.APPLIED: signature}
     return {
-        **parts.child(obj, "apps/v1", "Deployment", name, role),
+        **child,
         "spec": {
             "replicas": 0 if obj.spec.suspend else replicas,
             "revisionHistoryLimit": 2,

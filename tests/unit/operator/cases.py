@@ -243,9 +243,15 @@ def golden(spec: Mapping[str, Any]) -> str:
 
 
 def _without_common(value: Any) -> Any:
-    common = ("ownerReferences", "namespace", *names.common(observe(CASES["minimal"]).obj))
+    common = (
+        "ownerReferences",
+        "namespace",
+        names.APPLIED,
+        *names.common(observe(CASES["minimal"]).obj),
+    )
     if isinstance(value, Mapping):
-        return {k: _without_common(v) for k, v in value.items() if k not in common}
+        kept = {k: _without_common(v) for k, v in value.items() if k not in common}
+        return {k: v for k, v in kept.items() if v != {} or value[k] == {}}
     if isinstance(value, list):
         return [_without_common(one) for one in value]
     return value

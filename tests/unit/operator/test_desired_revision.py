@@ -212,3 +212,12 @@ def test_what_a_statefulset_keeps_of_its_own_history_is_no_revision_of_the_objec
     found = desired(observe({"model": HUB}, [*before.live.values(), theirs]))
     assert list(found.sizes) == [name]
     assert Key.of(of(found.children, "ControllerRevision")) == Key.of(own)
+
+
+def test_a_field_that_is_no_longer_set_shows_in_the_manifest_that_lacks_it() -> None:
+    user = {"podTemplate": {"spec": {"priorityClassName": "high"}}}
+    notes = [
+        child({"model": HUB, **more}, "Deployment", "-gateway")["metadata"]["annotations"]
+        for more in ({}, {"gateway": user}, {})
+    ]
+    assert notes[0] == notes[2] != notes[1]

@@ -192,6 +192,7 @@ def test_while_a_new_commit_is_not_known_services_run_on_as_they_are() -> None:
     old = of(before.live.values(), "Deployment", "-gateway")
     assert after["spec"]["template"] == old["spec"]["template"] and COMMIT in str(after)
     assert after["spec"]["replicas"] == 2
+    assert after["metadata"] == old["metadata"]
 
 
 def test_before_there_is_anything_to_run_there_are_no_services() -> None:
