@@ -8,12 +8,23 @@ from minisgl_operator.drift import differs
 from minisgl_operator.observed import Manifest
 from tests.cluster.apiserver import ApiServer
 from tests.cluster.kubectl import KubectlError
+from tests.cluster.programs import tools_dir
 from tests.unit.operator.cases import CASES, all_of
 
 
+@pytest.fixture(scope="module", autouse=True)
+def gateway_api(api_server: ApiServer) -> None:
+    """The cluster knows HTTPRoute."""
+    types = tools_dir() / "gateway-api" / "gateway.networking.k8s.io_httproutes.yaml"
+    if not types.exists():
+        pytest.skip(f"{types} is missing: run `make cluster-tools`")
+    api_server.kubectl.apply(types)
+    api_server.kubectl("wait", "--for=condition=Established", "-f", str(types))
+
+
 def children(case: str, namespace: str) -> list[Manifest]:
-    """All children of an object in this namespace, but for kinds that are not Kubernetes' own."""
-    found = [one for one in all_of(CASES[case]) if one["kind"] != "HTTPRoute"]
+    """All children of an object in this namespace."""
+    found = all_of(CASES[case])
     return [{**one, "metadata": {**one["metadata"], "namespace": namespace}} for one in found]
 
 

@@ -149,7 +149,7 @@ class Pod:
         return subprocess.Popen(self.words(hook["exec"]["command"]))
 
     def succeeds(self, probe: str) -> bool:
-        return self.exec(self.container[probe]).wait(20) == 0
+        return self.exec(self.container[probe]).wait(60) == 0
 
     def client(self, password: str | None = PASSWORD, **more: Any) -> "redis.Redis":
         return redis.Redis(host="127.0.0.1", port=self.port, password=password, protocol=2, **more)
@@ -160,7 +160,7 @@ def running(container: Any, folder: Path) -> Iterator[Pod]:
     one = Pod(container, folder)
     one.start()
     try:
-        wait_until(lambda: one.succeeds("readinessProbe"), 20, lambda: one.log.read_text()[-2000:])
+        wait_until(lambda: one.succeeds("readinessProbe"), 60, lambda: one.log.read_text()[-2000:])
         yield one
     finally:
         one.kill()
@@ -215,14 +215,14 @@ def test_what_it_held_is_there_after_its_container_was_killed(server: Pod) -> No
     server.kill()
     assert not server.succeeds("livenessProbe")
     server.start()
-    wait_until(lambda: server.succeeds("readinessProbe"), 20, server.log.read_text)
+    wait_until(lambda: server.succeeds("readinessProbe"), 60, server.log.read_text)
     assert server.client().get(f"minisgl:{{{SERVICE}}}:x") == b"1"
 
 
 @needs_redis
 def test_one_that_nobody_needs_leaves_at_once(server: Pod) -> None:
     publish(server, "idle", draining=False)
-    assert server.exec(server.container["lifecycle"]["preStop"]).wait(20) == 0
+    assert server.exec(server.container["lifecycle"]["preStop"]).wait(60) == 0
 
 
 @needs_redis
@@ -230,10 +230,10 @@ def test_it_waits_while_anybody_drains(server: Pod) -> None:
     publish(server, "busy", draining=True)
     server.client().set(f"minisgl:{{{SERVICE}}}:state:gateway:junk", b"\xc1")
     leaving = server.exec(server.container["lifecycle"]["preStop"])
-    wait_until(lambda: asked(server) >= 3, 20, server.log.read_text)
+    wait_until(lambda: asked(server) >= 3, 60, server.log.read_text)
     assert leaving.poll() is None
     publish(server, "busy", draining=False)
-    assert leaving.wait(20) == 0
+    assert leaving.wait(60) == 0
 
 
 def asked(server: Pod) -> int:
@@ -262,12 +262,12 @@ def test_with_tls_it_serves_a_renewed_certificate_without_a_restart(tmp_path: Pa
     renew("first")
     one.start()
     try:
-        wait_until(lambda: one.succeeds("readinessProbe"), 20, one.log.read_text)
+        wait_until(lambda: one.succeeds("readinessProbe"), 60, one.log.read_text)
         client = one.client(ssl=True, ssl_ca_certs=str(authority.certificate))
         assert client.set(f"minisgl:{{{SERVICE}}}:x", 1)
         assert served(one) == "first"
         renew("second")
-        wait_until(lambda: served(one) == "second", 20, one.log.read_text)
+        wait_until(lambda: served(one) == "second", 60, one.log.read_text)
         assert client.get(f"minisgl:{{{SERVICE}}}:x") == b"1"
     finally:
         one.kill()
