@@ -1,0 +1,420 @@
+"""The status: counts, groups and conditions, out of what is seen."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from minisgl_operator.observed import Bus, Key, Observed, Refusal, Warning, Worker
+from minisgl_operator.status import status, url
+from minisgl_operator.status.conditions import TYPES
+from tests.unit.operator.world import World, object_of, set_condition, spec_of
+
+CLAIM = {"spec": {"accessModes": ["ReadWriteMany"]}}
+CRD = Path(__file__).parents[3] / "helm/minisglang/templates/crd.yaml"
+
+
+def world(**spec: Any) -> World:
+    return World(spec_of(**spec)).settle()
+
+
+def told(made: World, **seen: Any) -> dict[str, Any]:
+    observed = replace(made.observe(), claims={"models": CLAIM}, **seen)
+    return status(observed, made.desired(observed))
+
+
+def conditions(found: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    return {c["type"]: (c["status"], c["reason"]) for c in found["conditions"]}
+
+
+def message(found: dict[str, Any], kind: str) -> str:
+    return str(next(c["message"] for c in found["conditions"] if c["type"] == kind))
+
+
+def test_an_object_that_serves() -> None:
+    made = world(replicas=2, parallelism={"tensor": 2})
+    found = told(made)
+    assert conditions(found) == {
+        "Ready": ("True", "Serving"),
+        "Progressing": ("False", "RolloutComplete"),
+        "Degraded": ("False", "AsWanted"),
+        "RedisReady": ("True", "Answering"),
+        "RanksReady": ("True", "PodsReady"),
+        "TokenizersReady": ("True", "PodsReady"),
+        "DetokenizersReady": ("True", "PodsReady"),
+        "GatewayReady": ("True", "PodsReady"),
+    }
+    assert found["replicas"] == found["readyReplicas"] == found["updatedReplicas"] == 2
+    assert found["groupPhases"] == {"Ready": 2}
+    assert found["currentRevision"] == found["updateRevision"]
+    assert found["selector"].endswith("apps.kubernetes.io/pod-index=0")
+    (first, _) = found["groups"]
+    assert first["ranks"] == first["readyRanks"] == 2 and first["nodes"] == ["n1"]
+    assert first["incarnation"] == "0123456789abcdef"
+
+
+def test_h52_ready_waits_for_a_group_of_this_generation() -> None:
+    made = world(replicas=2, rolloutStrategy={"maxUnavailable": 1})
+    made.change(image="good:2")
+    made.operate()
+    seen: list[tuple[int, str]] = []
+    while not made.settled():
+        ready = made.condition("Ready")
+        assert made.status["observedGeneration"] == ready["observedGeneration"] == 2
+        serving = [
+            g for g in made.status["groups"]
+            if g["phase"] == "Ready" and g["revision"] == made.status["updateRevision"]
+        ]  # fmt: skip
+        assert (ready["status"] == "True") is bool(serving)
+        seen.append((made.status["updatedReplicas"], made.condition("Progressing")["reason"]))
+        made.step()
+        made.operate()
+    assert {reason for _, reason in seen} <= {"RollingOut", "Starting"}
+    assert made.condition("Progressing")["reason"] == "RolloutComplete"
+
+
+def test_h52_an_object_whose_ranks_crash_is_neither_ready_nor_complete() -> None:
+    made = World(spec_of(image="bad:1"), broken_images={"bad:1"})
+    made.run(40)
+    for pod in made.rank_pods():
+        state = pod["status"]["containerStatuses"][0]
+        state["state"] = {"waiting": {"reason": "CrashLoopBackOff"}}
+    found = conditions(told(made))
+    assert found["Ready"] == ("False", "GroupRestarting")
+    assert found["Progressing"][0] == "True" and found["Degraded"] == ("True", "BackOff")
+    assert "this image is broken" in message(told(made), "Degraded")
+
+
+def test_h56_conditions_merge_by_type_and_keep_the_time_of_their_last_change() -> None:
+    made = world()
+    foreign = {
+        "type": "example.com/Checked", "status": "True", "reason": "Ours", "message": "",
+        "lastTransitionTime": "2020-01-01T00:00:00Z",
+    }  # fmt: skip
+    made.status["conditions"].append(foreign)
+    before = {c["type"]: c for c in made.status["conditions"]}
+    made.run(50)
+    made.crash(made.rank_pods()[0])
+    made.operate()
+    after = {c["type"]: c for c in made.status["conditions"]}
+    assert after["example.com/Checked"] == foreign
+    kept = "GatewayReady"
+    assert after[kept]["lastTransitionTime"] == before[kept]["lastTransitionTime"]
+    assert after["Ready"]["status"] == "False"
+    assert after["Ready"]["lastTransitionTime"] > before["Ready"]["lastTransitionTime"]
+    assert len(after) == len(made.status["conditions"])
+
+
+def test_h56_a_change_of_message_alone_keeps_the_time() -> None:
+    made = world(replicas=2)
+    before = made.condition("Ready")
+    made.run(5)
+    made.crash(made.rank_pods()[0])
+    made.operate()
+    after = made.condition("Ready")
+    assert after["message"] != before["message"]
+    assert after["lastTransitionTime"] == before["lastTransitionTime"]
+
+
+SCHEDULER = {
+    "the scheduler says why": ("Unschedulable", "0/3 nodes are available: 3 Insufficient gpu."),
+    "gated, without any message": ("SchedulingGated", ""),
+}
+
+
+@pytest.mark.parametrize("case", SCHEDULER)
+def test_h57_a_pod_without_a_node_shows_the_schedulers_words(case: str) -> None:
+    reason, text = SCHEDULER[case]
+    made = World(spec_of())
+    for machine in made.machines.values():
+        machine.cordoned = True
+    made.run(3)
+    for pod in made.rank_pods():
+        set_condition(pod, "PodScheduled", False, made.wall, reason, text)
+    ready = [p for p in made.pods.values() if p not in made.rank_pods()]
+    for pod in ready:
+        pod["spec"]["nodeName"] = "n1"
+        pod["status"]["phase"] = "Running"
+        set_condition(pod, "Ready", True, made.wall)
+    found = told(made)
+    assert conditions(found)["Ready"] == ("False", "InsufficientCapacity")
+    assert conditions(found)["Degraded"] == ("True", "InsufficientCapacity")
+    assert "llm-g0-1-0" in message(found, "Ready") and (text or reason) in message(found, "Ready")
+
+
+def test_h57_a_pod_that_no_scheduler_has_looked_at_is_named() -> None:
+    made = World(spec_of())
+    made.operate()
+    made.operate()
+    made.wall += 1
+    made._controllers()
+    for pod in made.rank_pods():
+        pod["spec"]["schedulerName"] = "volcano"
+    seen = Bus("ok")
+    for pod in made.pods.values():
+        if pod not in made.rank_pods():
+            set_condition(pod, "Ready", True, made.wall)
+    found = told(made, bus=seen)
+    assert conditions(found)["Ready"] == ("False", "WaitingForRanks")
+    assert "volcano has not looked at it" in message(found, "Ready")
+
+
+def waiting(reason: str, text: str) -> dict[str, Any]:
+    return {"name": "rank", "image": "x:1", "state": {"waiting": {"reason": reason,
+                                                                  "message": text}}}  # fmt: skip
+
+
+DEGRADED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "a foreign object": (
+        {"foreign": frozenset({Key("Service", "llm")})}, "NameConflict", "Service llm exists",
+    ),
+    "a refused template": (
+        {"refused": {Key("Deployment", "llm-gateway"):
+                     Refusal("InvalidPodTemplate", "no such", 0)}},
+        "InvalidPodTemplate", "Deployment llm-gateway was refused: no such",
+    ),
+    "a set that may not create pods": (
+        {"warnings": {Key("StatefulSet", "llm-g0-1"):
+                      Warning("FailedCreate", "violates PodSecurity")}},
+        "PodSecurityForbidden", "violates PodSecurity",
+    ),
+    "a quota": (
+        {"warnings": {Key("StatefulSet", "llm-g0-1"):
+                      Warning("FailedCreate", "exceeded quota: q")}},
+        "QuotaExceeded", "exceeded quota: q",
+    ),
+    "a missing RuntimeClass": (
+        {"warnings": {Key("StatefulSet", "llm-g0-1"):
+                      Warning("FailedCreate", "pod rejected: RuntimeClass nvidia not found")}},
+        "Forbidden", "RuntimeClass nvidia",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DEGRADED)
+def test_degraded_names_the_child_and_the_cause(case: str) -> None:
+    seen, reason, text = DEGRADED[case]
+    made = world()
+    if "warnings" in seen:
+        made.pods = {n: p for n, p in made.pods.items() if "-g0-" not in n}
+    found = told(made, **seen)
+    assert conditions(found)["Degraded"] == ("True", reason)
+    assert text in message(found, "Degraded")
+
+
+def test_a_failed_create_that_is_over_is_not_told() -> None:
+    made = world()
+    event = {Key("StatefulSet", "llm-g0-1"): Warning("FailedCreate", "exceeded quota")}
+    assert conditions(told(made, warnings=event))["Degraded"][0] == "False"
+
+
+CONTAINERS = [
+    ("ErrImagePull", "ImagePullFailed"), ("InvalidImageName", "ImagePullFailed"),
+    ("CreateContainerConfigError", "InvalidPodTemplate"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("state", "reason"), CONTAINERS)
+def test_a_container_that_cannot_start_degrades(state: str, reason: str) -> None:
+    made = world()
+    made.rank_pods()[0]["status"]["containerStatuses"] = [waiting(state, "the kubelet's words")]
+    found = told(made)
+    assert conditions(found)["Degraded"] == ("True", reason)
+    assert "the kubelet's words" in message(found, "Degraded")
+
+
+def test_a_claim_that_one_node_only_may_mount_says_why() -> None:
+    made = world(replicas=2)
+    first, second = made.rank_pods()
+    second["spec"]["nodeName"], second["status"]["phase"] = "n2", "Pending"
+    for pod in (first, second):
+        pod["spec"]["volumes"] = [{"persistentVolumeClaim": {"claimName": "models"}}]
+    observed = replace(
+        made.observe(), claims={"models": {"spec": {"accessModes": ["ReadWriteOnce"]}}}
+    )
+    found = status(observed, made.desired(observed))
+    assert conditions(found)["Degraded"] == ("True", "VolumeUnavailable")
+    text = message(found, "Degraded")
+    assert "ReadWriteOnce" in text and "n1, n2" in text and "ReadWriteMany" in text
+
+
+BUSES = [
+    (Bus("ok"), ("True", "Answering")), (Bus("full"), ("False", "Full")),
+    (Bus("auth-failed"), ("False", "AuthFailed")), (Bus("starting"), ("False", "Starting")),
+    (Bus("unreachable"), ("False", "Unreachable")),
+    (Bus("not-observable"), ("Unknown", "NotObservable")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("bus", "expected"), BUSES)
+def test_redis_ready(bus: Bus, expected: tuple[str, str]) -> None:
+    found = conditions(told(world(), bus=bus))
+    assert found["RedisReady"] == expected
+    assert (found["Ready"] == ("False", "RedisUnavailable")) is (expected[0] == "False")
+
+
+def hub(pods: list[dict[str, Any]], *, there: bool) -> dict[str, Any]:
+    made = World(spec_of(model={"uri": "hf://org/model"}))
+    made.operate()
+    made.model_ready = there
+    return told(made, pods=tuple(pods))
+
+
+def download(role: str, state: dict[str, Any], place: str = "containerStatuses") -> dict[str, Any]:
+    return {
+        "metadata": {"name": "llm-model-1", "labels": {"app.kubernetes.io/component": role}},
+        "spec": {"nodeName": "n1"},
+        "status": {"phase": "Running", place: [{"name": "download", **state}]},
+    }
+
+
+def ended(code: int, text: str) -> dict[str, Any]:
+    return {"state": {"terminated": {"exitCode": code, "message": text}}}
+
+
+MODEL = {
+    "there": ([], True, ("True", "Cached")),
+    "nothing yet": ([], False, ("False", "Downloading")),
+    "running": ([download("model", {"state": {"running": {}}})], False, ("False", "Downloading")),
+    "no token": ([download("model", ended(3, "error: 401"))], False, ("False", "TokenRejected")),
+    "disk full": ([download("model", ended(4, "no space"))], False, ("False", "NoSpace")),
+    "broken off": ([download("model", ended(1, "reset"))], False, ("False", "DownloadFailed")),
+    "an init container that fails": (
+        [download("rank", ended(3, "401"), "initContainerStatuses")], True,
+        ("False", "TokenRejected"),
+    ),
+    "an init container that is done": (
+        [download("rank", ended(0, ""), "initContainerStatuses")], True, ("True", "Cached"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MODEL)
+def test_model_cached(case: str) -> None:
+    pods, there, expected = MODEL[case]
+    found = hub(pods, there=there)
+    assert conditions(found)["ModelCached"] == expected
+    if expected[0] == "False":
+        assert conditions(found)["Ready"] == ("False", "ModelDownloading")
+
+
+ROUTES: list[tuple[dict[str, Any], dict[Key, Any], tuple[str, str]]] = [
+    ({"ingress": {"host": "h"}}, {}, ("False", "NotAdmitted")),
+    (
+        {"ingress": {"host": "h"}},
+        {Key("Ingress", "llm"): {"loadBalancer": {"ingress": [{"ip": "1.2.3.4"}]}}},
+        ("True", "Admitted"),
+    ),
+    ({"httpRoute": {"parentRefs": [{"name": "g"}]}}, {}, ("False", "GatewayAPIMissing")),
+]
+
+
+@pytest.mark.parametrize(("spec", "live", "expected"), ROUTES)
+def test_route_ready(spec: dict[str, Any], live: dict[Key, Any], expected: Any) -> None:
+    made = world(**spec)
+    held = {key: {"metadata": {"name": key.name}, "status": value} for key, value in live.items()}
+    assert conditions(told(made, live={**made.live, **held}))["RouteReady"] == expected
+
+
+def test_an_http_route_that_its_gateway_refuses_says_so() -> None:
+    made = world(httpRoute={"parentRefs": [{"name": "g"}]})
+    route = {
+        "metadata": {"name": "llm"},
+        "status": {"parents": [{"conditions": [
+            {"type": "Accepted", "status": "False", "message": "no listener"}]}]},
+    }  # fmt: skip
+    settings = replace(made.observe().settings, gateway_api=True)
+    live = {**made.live, Key("HTTPRoute", "llm"): route}
+    found = told(made, live=live, settings=settings)
+    assert conditions(found)["RouteReady"] == ("False", "NotAdmitted")
+    assert "no listener" in message(found, "RouteReady")
+
+
+@pytest.mark.parametrize(
+    ("transport", "expected"),
+    [("", ("Unknown", "NotMeasured")), ("P2P", ("True", "Measured")),
+     ("Socket", ("False", "SocketWithinNode"))],
+)  # fmt: skip
+def test_fast_transport(transport: str, expected: tuple[str, str]) -> None:
+    made = world(parallelism={"tensor": 2}, engine={"device": "cuda"})
+    rank = Worker("rank", "g0-1/0", "llm-g0-1-0", 1, 0.0, transport=transport)
+    assert conditions(told(made, bus=Bus("ok", workers=(rank,))))["FastTransport"] == expected
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ({}, "http://llm.ns.svc"),
+        ({"ingress": {"host": "a.b"}}, "http://a.b"),
+        ({"ingress": {"host": "a.b", "path": "/x/", "tlsSecretName": "t"}}, "https://a.b/x"),
+        ({"httpRoute": {"parentRefs": [{"name": "g"}], "hostnames": ["*.b", "c.b"]}}, "http://c.b"),
+        ({"httpRoute": {"parentRefs": [{"name": "g"}]}}, "http://llm.ns.svc"),
+    ],
+)
+def test_url(spec: dict[str, Any], expected: str) -> None:
+    assert url(object_of(spec_of(**spec))) == expected
+
+
+def test_groups_in_trouble_come_first_and_at_most_64_are_listed() -> None:
+    made = World(spec_of(replicas=100))
+    for machine in made.machines.values():
+        machine.places = 100
+    made.run(220)
+    assert made.status["readyReplicas"] == 100
+    made.terminate(made.pods["llm-g90-1-0"])
+    made.operate()
+    assert made.status["groups"][0]["index"] == 90
+    assert [g["index"] for g in made.status["groups"][1:]] == list(range(63))
+    assert sum(made.status["groupPhases"].values()) == 100
+
+
+def test_a_rank_that_is_silent_for_the_heartbeat_timeout_does_not_serve() -> None:
+    made = world(parallelism={"tensor": 2})
+    ranks = tuple(Worker("rank", f"g0-1/{i}", f"llm-g0-1-{i}", 1, 30.0 * i) for i in range(2))
+    found = told(made, bus=Bus("ok", workers=ranks))
+    assert found["readyReplicas"] == 0 and found["groups"][0]["readyRanks"] == 1
+
+
+def _documented() -> dict[str, set[str]]:
+    """The reasons by type, as the description of `status.conditions` lists them."""
+    schema = yaml.safe_load(CRD.read_text())["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    text = schema["properties"]["status"]["properties"]["conditions"]["description"]
+    found: dict[str, set[str]] = {}
+    for sentence in text.split("). "):
+        kinds, _, rest = sentence.partition(" (")
+        words = set(rest.replace(",", " ").replace(";", " ").replace(":", " ").split())
+        for kind in kinds.split(", "):
+            found[kind.split(". ")[-1]] = words
+    return found
+
+
+def test_every_reason_of_trouble_is_one_that_the_crd_lists() -> None:
+    if not CRD.exists():
+        pytest.skip("there is no chart yet")
+    listed = _documented()
+    assert set(TYPES) <= listed.keys()
+    bad: list[tuple[str, str]] = []
+    made = World(spec_of(image="bad:1", replicas=2, parallelism={"tensor": 2}),
+                 broken_images={"bad:1"})  # fmt: skip
+    for step in range(200):
+        made.step()
+        made.operate()
+        if step == 100:
+            made.power_off("n1")
+        for c in made.status["conditions"]:
+            trouble = c["status"] == ("True" if c["type"] == "Degraded" else "False")
+            if c["type"] == "Progressing":
+                trouble = True
+            if trouble and c["reason"] not in listed[c["type"]]:
+                bad.append((c["type"], c["reason"]))
+    assert not bad
+
+
+def test_an_empty_sight_has_a_status_too() -> None:
+    made = World(spec_of())
+    empty = Observed(made.obj, made.observe().settings, 0.0, made.wall)
+    found = conditions(status(empty, made.desired(empty)))
+    assert found["Ready"] == ("False", "RedisUnavailable")
+    assert found["Progressing"] == ("True", "Scaling")
