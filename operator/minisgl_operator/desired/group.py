@@ -77,7 +77,7 @@ def service(obj: MiniSGLang) -> Manifest:
 
 def _labelled(value: Any, given: Mapping[str, str]) -> Any:
     """A copy in which these labels have these values wherever they are keys."""
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):  # a Mapping takes three times as long to ask for
         return {k: given[k] if k in given else _labelled(v, given) for k, v in value.items()}
     if isinstance(value, list):
         return [_labelled(one, given) for one in value]

@@ -77,16 +77,23 @@ def default_image(obj: MiniSGLang, settings: Settings) -> str:
 
 def known(observed: Observed) -> dict[str, Revision]:
     """The revisions that live ControllerRevisions hold, by digest."""
-    obj = observed.obj
     found = {}
     for key, live in observed.live.items():
-        if key.kind != "ControllerRevision" or "data" not in live:
-            continue
-        revision = _read(live, live["data"]["spec"]["template"], int(live["revision"]))
-        # A StatefulSet keeps such objects too, with its own names.
-        if revision and key.name == names.controller_revision(obj, revision.digest):
-            found[revision.digest] = revision
+        if key.kind == "ControllerRevision":
+            revision = _kept(observed.obj, key, live)
+            if revision is not None:
+                found[revision.digest] = revision
     return found
+
+
+def _kept(obj: MiniSGLang, key: Key, live: Manifest) -> Revision | None:
+    if "data" not in live:
+        return None
+    revision = _read(live, live["data"]["spec"]["template"], int(live["revision"]))
+    # A StatefulSet keeps such objects too, with its own names.
+    if revision and key.name == names.controller_revision(obj, revision.digest):
+        return revision
+    return None
 
 
 def wanted(observed: Observed) -> list[Revision]:
@@ -183,6 +190,8 @@ def _read(held: Manifest, template: Manifest, number: int) -> Revision | None:
 def of(observed: Observed, name: str) -> Revision:
     """A revision that is live. `KeyError`, which names it, if it is not."""
     key = Key("ControllerRevision", names.controller_revision(observed.obj, name))
-    if key not in observed.live:
+    live = observed.live.get(key)
+    revision = _kept(observed.obj, key, live) if live is not None else None
+    if revision is None:
         raise KeyError(f"there is no {key.kind} {key.name}")
-    return known(observed)[name]
+    return revision
