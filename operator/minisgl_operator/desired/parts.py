@@ -19,6 +19,8 @@ CACHE = "/cache"
 """An emptyDir of every pod: the root file system is read-only."""
 HEALTH = "/run/minisgl"
 """Where a worker writes the files that the probes read (`--health-dir`)."""
+CLEAN_SECONDS = 1
+"""Before the first probe: time to remove what an earlier life of the container left in HEALTH."""
 AWAY_SECONDS = 10
 """How long a pod that is not a rank stays bound to a node that does not answer."""
 _AWAY_TAINTS = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
@@ -193,14 +195,17 @@ def _shell(script: str) -> Manifest:
     return {"exec": {"command": ["sh", "-c", script]}}
 
 
-def probe(how: Manifest, period: int, failures: int, timeout: int = 5) -> Manifest:
+def probe(how: Manifest, period: int, failures: int, delay: int = 0) -> Manifest:
     """A probe that runs each `period` seconds and fails after so many `failures` in a row."""
-    return {
-        **how,
-        "periodSeconds": period,
-        "timeoutSeconds": timeout,
-        "failureThreshold": failures,
-    }
+    return without_empty(
+        {
+            **how,
+            "initialDelaySeconds": delay or None,
+            "periodSeconds": period,
+            "timeoutSeconds": 5,
+            "failureThreshold": failures,
+        }
+    )
 
 
 def drain_seconds(grace: int) -> int:

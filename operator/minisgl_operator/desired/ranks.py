@@ -136,7 +136,7 @@ def _probes(obj: MiniSGLang) -> Manifest:
     attempts = math.ceil((policy.startup_timeout_seconds + STARTUP_MARGIN) / STARTUP_PERIOD)
     serves = parts.serves(silence, workers)
     return {
-        "startupProbe": parts.probe(serves, STARTUP_PERIOD, attempts),
+        "startupProbe": parts.probe(serves, STARTUP_PERIOD, attempts, parts.CLEAN_SECONDS),
         "readinessProbe": parts.probe(serves, 5, 2),
         # A rank ends itself after one silence. This is for one that cannot.
         "livenessProbe": parts.probe(parts.alive(2 * silence, workers), 10, 3),

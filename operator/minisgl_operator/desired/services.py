@@ -125,7 +125,7 @@ def _worker_template(
     return _template(
         obj, revision, role, grace, parts.flags({"health-dir": parts.HEALTH}), resources, user,
         container={
-            "startupProbe": parts.probe(alive, 2, START_SECONDS // 2),
+            "startupProbe": parts.probe(alive, 2, START_SECONDS // 2, parts.CLEAN_SECONDS),
             "readinessProbe": parts.probe(parts.serves(silence), 5, 2),
             "livenessProbe": parts.probe(alive, 10, 3),
         },

@@ -1,11 +1,8 @@
 """The managed Redis: its children, and its scripts run for real."""
 
 import base64
-import os
-import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ from tests.cluster.pki import Authority
 from tests.redis_server import RedisServer, documented_rules, free_port
 from tests.support import wait_until
 from tests.unit.operator.cases import HUB, child, main_container, of, pod, settled, want
+from tests.unit.operator.container import Container
 
 TLS = {"model": HUB, "redis": {"managed": {"tlsSecretName": "redis-tls"}}}
 PASSWORD = "not-a-secret"
@@ -105,75 +103,45 @@ def test_an_external_redis_is_nobodys_child() -> None:
 needs_redis = pytest.mark.redis
 
 
-class Pod:
-    """The container of Redis, its files in a folder and its port another one."""
+class Server(Container):
+    """The container of a managed Redis, its files in a folder and its port another one."""
 
-    def __init__(self, container: Any, folder: Path) -> None:
+    def __init__(self, spec: dict[str, Any], folder: Path) -> None:
         self.port = free_port()
-        self.container = container
-        self.paths = {
+        self.certificates, self.data = folder / "tls", folder / "data"
+        paths = {
             "/etc/minisgl/redis": folder / "password",
-            "/etc/minisgl/tls": folder / "tls",
+            "/etc/minisgl/tls": self.certificates,
             "/run/redis": folder / "run",
-            "/data": folder / "data",
+            "/data": self.data,
         }
-        for path in self.paths.values():
+        for path in paths.values():
             path.mkdir(exist_ok=True)
-        (self.paths["/etc/minisgl/redis"] / "password").write_text(PASSWORD)
-        self.log = folder / "log"
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def words(self, words: list[str]) -> list[str]:
-        """A command of the manifest, for this machine."""
-        changed = []
-        for word in words:
-            for path, here in self.paths.items():
-                word = word.replace(path, str(here))
-            word = word.replace("6379", str(self.port)).replace("sleep 30", "sleep 0.2")
-            changed.append(word.replace('"$cli" ', f'"$cli" -p {self.port} '))
-        return changed
-
-    def start(self) -> None:
-        command = self.words([*self.container["command"], *self.container["args"]])
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-
-    def kill(self) -> None:
-        """What is left of the container too."""
-        assert self.process is not None
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(10)
-
-    def exec(self, hook: dict[str, Any]) -> subprocess.Popen[bytes]:
-        """What the kubelet runs in the container."""
-        return subprocess.Popen(self.words(hook["exec"]["command"]))
-
-    def succeeds(self, probe: str) -> bool:
-        return self.exec(self.container[probe]).wait(60) == 0
+        (folder / "password" / "password").write_text(PASSWORD)
+        changes = {"6379": self.port, "sleep 30": "sleep 0.2", '"$cli" ': f'"$cli" -p {self.port} '}
+        container = main_container(child(spec, "Deployment", "-redis"))
+        super().__init__(container, folder / "log", {**paths, **changes})
 
     def client(self, password: str | None = PASSWORD, **more: Any) -> "redis.Redis":
         return redis.Redis(host="127.0.0.1", port=self.port, password=password, protocol=2, **more)
 
+    def wait(self) -> None:
+        wait_until(lambda: self.succeeds("readinessProbe"), 60, self.tail)
 
-@contextmanager
-def running(container: Any, folder: Path) -> Iterator[Pod]:
-    one = Pod(container, folder)
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    one = Server({"model": HUB}, tmp_path)
     one.start()
     try:
-        wait_until(lambda: one.succeeds("readinessProbe"), 60, lambda: one.log.read_text()[-2000:])
+        one.wait()
         yield one
     finally:
         one.kill()
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Pod]:
-    with running(main_container(deployment()), tmp_path) as one:
-        yield one
-
-
 @needs_redis
-def test_without_the_password_nobody_gets_in(server: Pod) -> None:
+def test_without_the_password_nobody_gets_in(server: Server) -> None:
     for password in (None, "wrong"):
         with pytest.raises((redis.AuthenticationError, redis.ResponseError)):
             server.client(password).get("x")
@@ -181,7 +149,7 @@ def test_without_the_password_nobody_gets_in(server: Pod) -> None:
 
 @needs_redis
 def test_with_it_one_may_use_the_keys_of_this_object_and_do_nothing_to_the_server(
-    server: Pod,
+    server: Server,
 ) -> None:
     client = server.client()
     assert client.set(f"minisgl:{{{SERVICE}}}:x", 1) and client.info("memory")
@@ -205,44 +173,44 @@ def test_its_user_may_do_all_that_the_documented_user_of_a_shared_redis_may() ->
 
 
 @needs_redis
-def test_what_it_held_is_there_after_its_container_was_killed(server: Pod) -> None:
+def test_what_it_held_is_there_after_its_container_was_killed(server: Server) -> None:
     server.client().set(f"minisgl:{{{SERVICE}}}:x", 1)
-    wait_until(lambda: any(server.paths["/data"].rglob("*.incr.aof")), 10, server.log.read_text)
+    wait_until(lambda: any(server.data.rglob("*.incr.aof")), 10, server.tail)
     wait_until(
-        lambda: b":x" in b"".join(f.read_bytes() for f in server.paths["/data"].rglob("*.aof")),
-        10, server.log.read_text,
+        lambda: b":x" in b"".join(f.read_bytes() for f in server.data.rglob("*.aof")),
+        10, server.tail,
     )  # fmt: skip
     server.kill()
     assert not server.succeeds("livenessProbe")
     server.start()
-    wait_until(lambda: server.succeeds("readinessProbe"), 60, server.log.read_text)
+    server.wait()
     assert server.client().get(f"minisgl:{{{SERVICE}}}:x") == b"1"
 
 
 @needs_redis
-def test_one_that_nobody_needs_leaves_at_once(server: Pod) -> None:
+def test_one_that_nobody_needs_leaves_at_once(server: Server) -> None:
     publish(server, "idle", draining=False)
     assert server.exec(server.container["lifecycle"]["preStop"]).wait(60) == 0
 
 
 @needs_redis
-def test_it_waits_while_anybody_drains(server: Pod) -> None:
+def test_it_waits_while_anybody_drains(server: Server) -> None:
     publish(server, "busy", draining=True)
     server.client().set(f"minisgl:{{{SERVICE}}}:state:gateway:junk", b"\xc1")
     leaving = server.exec(server.container["lifecycle"]["preStop"])
-    wait_until(lambda: asked(server) >= 3, 60, server.log.read_text)
+    wait_until(lambda: asked(server) >= 3, 60, server.tail)
     assert leaving.poll() is None
     publish(server, "busy", draining=False)
     assert leaving.wait(60) == 0
 
 
-def asked(server: Pod) -> int:
+def asked(server: Server) -> int:
     """How often Redis was asked who drains."""
     stats: Any = server.client().info("commandstats")
     return int(stats.get("cmdstat_eval", {}).get("calls", 0))
 
 
-def publish(server: Pod, name: str, *, draining: bool) -> None:
+def publish(server: Server, name: str, *, draining: bool) -> None:
     state = WorkerState(role="rank", id=name, boot=2**63, beat=1, draining=draining)
     server.client().set(f"minisgl:{{{SERVICE}}}:state:rank:{name}", encode_state(state))
 
@@ -250,30 +218,29 @@ def publish(server: Pod, name: str, *, draining: bool) -> None:
 @needs_redis
 def test_with_tls_it_serves_a_renewed_certificate_without_a_restart(tmp_path: Path) -> None:
     authority = Authority(tmp_path / "pki")
-    one = Pod(main_container(child(TLS, "Deployment", "-redis")), tmp_path)
+    one = Server(TLS, tmp_path)
 
     def renew(name: str) -> None:
         authority.issue(name, name, addresses=["DNS:localhost", "IP:127.0.0.1"])
-        folder = one.paths["/etc/minisgl/tls"]
         for file, source in (("tls.crt", f"{name}.crt"), ("tls.key", f"{name}.key")):
-            (folder / file).write_bytes((authority.folder / source).read_bytes())
-        (folder / "ca.crt").write_bytes(authority.certificate.read_bytes())
+            (one.certificates / file).write_bytes((authority.folder / source).read_bytes())
+        (one.certificates / "ca.crt").write_bytes(authority.certificate.read_bytes())
 
     renew("first")
     one.start()
     try:
-        wait_until(lambda: one.succeeds("readinessProbe"), 60, one.log.read_text)
+        one.wait()
         client = one.client(ssl=True, ssl_ca_certs=str(authority.certificate))
         assert client.set(f"minisgl:{{{SERVICE}}}:x", 1)
         assert served(one) == "first"
         renew("second")
-        wait_until(lambda: served(one) == "second", 60, one.log.read_text)
+        wait_until(lambda: served(one) == "second", 60, one.tail)
         assert client.get(f"minisgl:{{{SERVICE}}}:x") == b"1"
     finally:
         one.kill()
 
 
-def served(one: Pod) -> str:
+def served(one: Server) -> str:
     """The name in the certificate that Redis shows."""
     shown = subprocess.run(
         ["openssl", "s_client", "-connect", f"127.0.0.1:{one.port}"],
