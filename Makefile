@@ -32,8 +32,8 @@ cluster-tools:  ## Build the programs of the test cluster with Go (25 minutes on
 cluster-up: setup  ## Start a Kubernetes cluster here; prints what to export. NODES=1, QUICK_LOSS=1.
 	@$(PY) -m tests.cluster up --nodes $(or $(NODES),2) $(if $(QUICK_LOSS),--quick-loss)
 
-cluster-down:  ## End it; nothing of it is left.
-	@python3 -m tests.cluster down
+cluster-down: setup  ## End it; nothing of it is left.
+	@$(PY) -m tests.cluster down
 
 size:  ## Lines of the source by part, without tests.
 	@python3 scripts/size.py

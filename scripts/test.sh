@@ -14,6 +14,15 @@ command -v redis-server >/dev/null \
     || skip 'the tests on Redis. To run them: apt-get install redis-server'
 command -v nginx >/dev/null \
     || skip 'the tests through nginx. To run them: apt-get install nginx'
+if [ -z "${CLUSTER_TOOLS:-}" ] && command -v go >/dev/null; then
+    tools=${XDG_CACHE_HOME:-$HOME/.cache}/minisgl/cluster-tools
+    mkdir -p "${tools%/*}"
+    # Nothing is done when they are there. Without root or containerd only the API server is needed.
+    parts=()
+    [ "$(id -u)" = 0 ] && command -v containerd >/dev/null || parts=(etcd k8s)
+    bash tests/cluster/build_tools.sh "$tools" "${parts[@]}" >/dev/null 2>"$tools.log" \
+        || skip "what needs a Kubernetes API server: the build of its programs failed, see $tools.log"
+fi
 [ -e /proc/driver/nvidia/version ] || nvidia-smi -L >/dev/null 2>&1 \
     || skip 'tests/gpu: there is no NVIDIA GPU'
 

@@ -14,7 +14,7 @@ from tests.cluster.cluster import ROOT, Cluster, folder, remove
 from tests.cluster.images import BuildError
 from tests.cluster.programs import BUILD, Unavailable, tools_dir
 
-TARGETS = ("engine-cpu", "services", "operator")
+TARGETS = ("engine-cpu", "operator")
 
 
 def up(nodes: int, quick_loss: bool) -> None:
@@ -25,8 +25,8 @@ def up(nodes: int, quick_loss: bool) -> None:
     subprocess.run(get_model, check=True, stdout=sys.stderr)
     cluster = Cluster(nodes=nodes, quick_loss=quick_loss, detached=True)
     try:
-        cluster.start()
         cluster.load(*TARGETS)
+        cluster.start()
     except BaseException:
         cluster.stop()
         raise

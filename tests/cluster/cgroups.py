@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.cluster.programs import Unavailable
 
 
-def _hierarchies() -> Iterator[tuple[Path, str]]:
+def hierarchies() -> Iterator[tuple[Path, str]]:
     """Where hierarchies are mounted, and whether each is `cgroup` (v1) or `cgroup2`."""
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, where, kind, *_ = line.split()
@@ -25,7 +25,7 @@ def _hierarchies() -> Iterator[tuple[Path, str]]:
 def make(name: str) -> None:
     """Make the group in each hierarchy; raises `Unavailable` if the kernel refuses."""
     try:
-        for root, kind in _hierarchies():
+        for root, kind in hierarchies():
             group = root / name
             if kind == "cgroup2" and (wanted := (root / "cgroup.controllers").read_text().split()):
                 (root / "cgroup.subtree_control").write_text(" ".join(f"+{one}" for one in wanted))
@@ -40,7 +40,7 @@ def make(name: str) -> None:
 def remove(name: str) -> None:
     """Remove the group and all below it, and first kill what is in them."""
     limit = time.monotonic() + 20
-    for root, _ in _hierarchies():
+    for root, _ in hierarchies():
         while (root / name).exists():
             for folder, _, _ in os.walk(root / name, topdown=False):
                 with contextlib.suppress(OSError):

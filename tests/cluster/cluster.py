@@ -114,7 +114,7 @@ class Cluster:
         self._switch = network.Switch(pause, self.folder, detached, self._record)
         self._api: ApiServer | None = None
         self.nodes: list[Node] = []
-        self._tools, self._models, self._count = tools, models, nodes
+        self._tools, self.models, self._count = tools, models, nodes
         self.ingress = f"http://{HOST_NAME}"
 
     @property
@@ -131,7 +131,7 @@ class Cluster:
 
     def start(self) -> None:
         """Start it and wait until all nodes, DNS and the ingress are ready."""
-        self._models.mkdir(exist_ok=True)
+        self.models.mkdir(exist_ok=True)
         self._store.add(self._own_images())
         self._switch.start(self._count)
         self._start_control_plane()
@@ -143,7 +143,7 @@ class Cluster:
             pki=self.api.pki,
             server=self.api.url,
             images=self._store,
-            models=self._models,
+            models=self.models,
             nodes=self._count,
             quick_loss=self._quick,
             detached=self._detached,

@@ -26,7 +26,6 @@ from tests.cluster.programs import Unavailable
 ROOT = Path(__file__).resolve().parent.parent.parent
 RELEASE = "bookworm"
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
-_NOT_IN_AN_IMAGE = ("tests/", "docs/", "examples/", "helm/", ".ci/")
 _FROM = re.compile(r"^FROM\s+(?:--\S+\s+)*(\S+)(?:\s+AS\s+(\S+))?", re.IGNORECASE)
 _USES = re.compile(r"(?:--from=|\bfrom=)([^\s,]+)")
 
@@ -89,9 +88,12 @@ class Images:
             raise Unavailable("there is no Dockerfile to build the image from")
         listed = _run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT).splitlines()
         digest = hashlib.sha256(target.encode())
+        # It leaves out everything and then names what a build gets.
+        ignore = (ROOT / ".dockerignore").read_text().splitlines()
+        wanted = ["Dockerfile", *(line[1:] for line in ignore if line.startswith("!"))]
         for path in sorted(set(listed)):
             file = ROOT / path
-            if not path.startswith(_NOT_IN_AN_IMAGE) and file.is_file():
+            if path.startswith(tuple(wanted)) and file.is_file():
                 digest.update(path.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
         archive = self._archive(name, digest.hexdigest())
         with self._locked():
@@ -284,9 +286,11 @@ def _host_mounts(folder: Path) -> list[str]:
         option = key.rpartition(".")[2]
         if option in ("index-url", "extra-index-url", "trusted-host", "find-links", "timeout"):
             lines[option] = value.replace("\\n", " ")
-    for link in lines.get("find-links", "").split():
-        if Path(link).is_dir():
-            mounts.append(f"{link}:{link}:ro")
+    # Wheels beside the clone, such as a CPU build of torch, come first, as in CI.
+    links = [str(ROOT.parent / "shared" / "wheels"), *lines.get("find-links", "").split()]
+    links = list(dict.fromkeys(link for link in links if Path(link).is_dir()))
+    mounts += [f"{link}:{link}:ro" for link in links]
+    lines |= {"find-links": " ".join(links)} if links else {}
     if CERTIFICATES.exists():
         lines["cert"] = str(CERTIFICATES)
         mounts.append(f"{CERTIFICATES}:{CERTIFICATES}:ro")

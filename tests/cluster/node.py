@@ -7,6 +7,8 @@ the kubelet finds files with the values that it wants.
 """
 
 import json
+import os
+import signal
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,8 +20,8 @@ from tests.cluster.images import Image, snapshotter
 from tests.cluster.imagestore import ImageStore, containerd_config
 from tests.cluster.network import Switch, address, pod_cidr
 from tests.cluster.pki import Authority
-from tests.cluster.programs import Program, await_program
-from tests.support import descendants, wait_until
+from tests.cluster.programs import Program, await_program, child
+from tests.support import wait_until
 
 PAUSE_IMAGE = "localhost/pause:1"
 MODELS, VOLUMES = "/run/models", "/run/volumes"
@@ -74,7 +76,7 @@ class Node:
         """The node's process 1, as this machine counts."""
         if self._power is None:
             raise RuntimeError(f"node {self.name} has no power")
-        return descendants(self._power.pid)[-1]
+        return child(self._power.pid)
 
     def power_on(self) -> None:
         """Start the node, again too; it needs some seconds until it is Ready."""
@@ -91,7 +93,7 @@ class Node:
         )  # fmt: skip
         self._power.start()
         power = self._power.pid
-        wait_until(lambda: len(descendants(power)) == 2, 10, lambda: "the node has no process 1")
+        wait_until(lambda: child(power) > 0, 10, lambda: "the node has no process 1")
         await_program(self.pid, "pause")
         around.switch.plug_in(self.number, self.pid, around.nodes)
         self.run("sh", "-euc", self._layout())
@@ -101,6 +103,13 @@ class Node:
         """Everything on the node ends at once and its cable is dead: nobody is told."""
         self._around.switch.cut(self.number)
         self.stop()
+
+    def restore(self) -> None:
+        """Undo a loss of power, of the cable or of the programs, if there was one."""
+        if self._power is None or not self._power.runs():
+            self.power_on()
+        self._around.switch.mend(self.number)
+        self.start_agents()
 
     def start_agents(self) -> None:
         """Start containerd, kubelet and kube-proxy, those that do not run."""
@@ -115,12 +124,12 @@ class Node:
     def kill_agents(self) -> None:
         """Kill kubelet and containerd; the pods run on."""
         for agent in self._agents[:2]:
-            for pid in reversed(descendants(agent.pid)[:2]):
-                subprocess.run(["kill", "-KILL", str(pid)], check=True)
+            # What was started is nsenter, which waits for the program and then ends.
+            os.kill(child(agent.pid), signal.SIGKILL)
             wait_until(lambda agent=agent: not agent.runs(), 10, agent.tail)
 
     def run(self, *argv: str) -> str:
-        """What a program in the node prints; raises `CalledProcessError`."""
+        """What a program in the node prints; raises `RuntimeError`."""
         done = subprocess.run(self._inside(argv), capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{self.name}: {' '.join(argv)}: {done.stderr[-2000:]}")

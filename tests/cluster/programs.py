@@ -138,6 +138,12 @@ def end_recorded(record: Path) -> None:
         time.sleep(0.05)
 
 
+def child(pid: int) -> int:
+    """The first child of a process that has one thread; 0 if it has none."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(children[0]) if children else 0
+
+
 def await_program(pid: int, name: str) -> None:
     """Wait until a process has become a program: `unshare` is itself until it is done."""
     comm = Path(f"/proc/{pid}/comm")
