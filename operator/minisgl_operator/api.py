@@ -7,6 +7,7 @@ here. A revision is a hash of what is `changed`, the fields that differ from the
 that a field added later with a default rolls nobody.
 """
 
+from functools import cache
 from typing import Any, Literal
 
 import msgspec
@@ -316,15 +317,22 @@ def changed(part: msgspec.Struct) -> dict[str, Any]:
     By value: what msgspec itself leaves out is what is identical to a default.
     """
     result = {}
-    for field in msgspec.structs.fields(part):
-        value = getattr(part, field.name)
-        if field.default_factory is not msgspec.NODEFAULT:
-            default = field.default_factory()
-        else:
-            default = field.default
+    for name, shown, default in _defaults(type(part)):
+        value = getattr(part, name)
         if value != default:
-            result[field.encode_name] = _plain(value)
+            result[shown] = _plain(value)
     return result
+
+
+@cache
+def _defaults(kind: type[msgspec.Struct]) -> tuple[tuple[str, str, Any], ...]:
+    """Each field's name, its name in a manifest, and its default, only to compare with."""
+    found = []
+    for field in msgspec.structs.fields(kind):
+        made = field.default_factory
+        default = field.default if made is msgspec.NODEFAULT else made()
+        found.append((field.name, field.encode_name, default))
+    return tuple(found)
 
 
 def _plain(value: Any) -> Any:

@@ -1,13 +1,13 @@
 """Short names for content."""
 
 import hashlib
-import json
 from typing import Any
+
+import msgspec
 
 LENGTH = 10
 
 
 def digest_of(value: Any) -> str:
     """Ten hex digits that stand for a value made of JSON's types."""
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:LENGTH]
+    return hashlib.sha256(msgspec.json.encode(value, order="sorted")).hexdigest()[:LENGTH]
