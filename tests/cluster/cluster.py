@@ -29,6 +29,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
+import yaml
+
 from tests.cluster import addons, cgroups, network
 from tests.cluster.apiserver import ApiServer
 from tests.cluster.images import ROOT, Image, Images
@@ -80,7 +82,7 @@ class Cluster:
     nodes: 1 or 2.
     quick_loss: whether the loss of a node is found in seconds; see above.
     models: the folder of models that the claim `models` shows.
-    redis: the image of Redis that the nodes have.
+    redis: the image of Redis that the nodes have; the chart's if None.
     detached: whether the cluster outlives this process.
     """
 
@@ -89,7 +91,7 @@ class Cluster:
         nodes: int = 1,
         quick_loss: bool = False,
         models: Path = ROOT / ".models",
-        redis: str = "redis:7.4",
+        redis: str | None = None,
         detached: bool = False,
     ) -> None:
         lacks = missing()
@@ -106,7 +108,7 @@ class Cluster:
         self.folder.mkdir(parents=True)
         self.images = Images()
         self._store = ImageStore(self.images.cache / "containerd")
-        self.redis_image, self.base_image = redis, BASE_IMAGE
+        self.redis_image, self.base_image = redis or chart_redis_image(), BASE_IMAGE
         pause = self.folder / "pause"
         source = Path(__file__).with_name("pause.c")
         subprocess.run(["cc", "-O2", "-static", "-o", pause, source], check=True)
@@ -285,6 +287,12 @@ def image_name(target: str) -> str:
     if version is None:
         raise Unavailable("services/minisgl/__init__.py states no __version__")
     return f"ghcr.io/minisglang/minisglang-{target}:{version[1]}"
+
+
+def chart_redis_image() -> str:
+    """The image of Redis that objects get by default."""
+    values = yaml.safe_load((ROOT / "helm/minisglang/values.yaml").read_text())
+    return str(values["defaults"]["redisImage"])
 
 
 def remove() -> None:

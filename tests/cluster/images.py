@@ -25,6 +25,8 @@ from tests.cluster.programs import Unavailable
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RELEASE = "bookworm"
+STORE_GIB = 20
+"""How large buildah's store may grow."""
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 _FROM = re.compile(r"^FROM\s+(?:--\S+\s+)*(\S+)(?:\s+AS\s+(\S+))?", re.IGNORECASE)
 _USES = re.compile(r"(?:--from=|\bfrom=)([^\s,]+)")
@@ -105,6 +107,7 @@ class Images:
                 for old in self.cache.glob(f"{_slug(name)}-*.tar"):
                     old.unlink()
                 self._export(name, archive)
+                self._forget_old_layers()
         return Image(name, archive)
 
     def _archive(self, name: str, key: str) -> Path:
@@ -158,6 +161,12 @@ class Images:
         partial.unlink(missing_ok=True)
         self._buildah("push", "--quiet", name, f"docker-archive:{partial}:{name}")
         partial.replace(archive)
+
+    def _forget_old_layers(self) -> None:
+        """Drop what no named image uses, when it is much: it makes the next build fast."""
+        used = _run(["du", "--summarize", "--block-size=1G", str(self.cache / "store")])
+        if int(used.split()[0]) > STORE_GIB:
+            self._buildah("rmi", "--prune", "--force")
 
     def _provide(self, name: str) -> None:
         """See that buildah's store has a base image."""
