@@ -47,7 +47,7 @@ def desired(observed: Observed) -> Desired:
         *network.children(obj, observed.settings),
         *([] if obj.spec.suspend else jobs),
         *(one for one in deployments if one is not None),
-        *disruption.children(observed, current),
+        *disruption.children(observed),
         *routes.children(obj, observed.settings),
     ]
     return Desired(

@@ -7,11 +7,10 @@ gone hangs ("found no controllers").
 
 from minisgl_operator import names
 from minisgl_operator.desired import parts
-from minisgl_operator.desired.revision import Revision
 from minisgl_operator.observed import Manifest, Observed
 
 
-def children(observed: Observed, revision: Revision | None) -> list[Manifest]:
+def children(observed: Observed) -> list[Manifest]:
     """One for each role that has more than one of something, and for all ranks together."""
     obj = observed.obj
     spec = obj.spec
@@ -26,26 +25,23 @@ def children(observed: Observed, revision: Revision | None) -> list[Manifest]:
                 found.append(_budget(observed, name, role, replicas - 1))
     if obj.group_indices_wanted >= 2:
         # Readiness is the group's: after one eviction all its pods may go, and no others.
-        pods = revision.pods if revision else spec.parallelism.pods
-        least = max(0, pods * _groups_that_have_served(observed) - 1)
+        least = max(0, sum(_pods_that_have_served(observed).values()) - 1)
         found.append(_budget(observed, names.ranks(obj), "rank", least))
     return found
 
 
-def _groups_that_have_served(observed: Observed) -> int:
-    """By index: one that is being re-created counts, one that never served does not."""
-    served = set()
+def _pods_that_have_served(observed: Observed) -> dict[int, int]:
+    """Pods of each group that once served, by index: one between two lives counts as well."""
+    served: dict[int, int] = {}
     for key, live in observed.live.items():
         place = names.parse_set(observed.obj, key.name) if key.kind == "StatefulSet" else None
         metadata = live["metadata"]
         notes = metadata.get("annotations") or {}
-        if (
-            place
-            and notes.get(names.HAS_SERVED) == "true"
-            and not metadata.get("deletionTimestamp")
-        ):
-            served.add(place[0])
-    return len(served)
+        if not place or metadata.get("deletionTimestamp"):
+            continue
+        if notes.get(names.HAS_SERVED) == "true" and names.PODS in notes:
+            served[place[0]] = int(notes[names.PODS])
+    return served
 
 
 def _budget(observed: Observed, name: str, role: str, least: int) -> Manifest:

@@ -28,10 +28,11 @@ _MANY = 2**31 - 1
 """A download is tried until it succeeds: the kubelet waits longer each time, up to 5 minutes."""
 
 _FIND = """\
+root={root}
 model=
-for folder in {root} {root}/{repo}/*; do
+for folder in "$root" "$root"/{repo}/*; do
   case "$folder" in
-    {root}) [ -e "$folder/config.json" ] || continue ;;
+    "$root") [ -e "$folder/config.json" ] || continue ;;
     *-tokenizer) continue ;;
     *) [ -e "$folder/.minisgl-complete" ] || continue ;;
   esac
@@ -42,7 +43,7 @@ for folder in {root} {root}/{repo}/*; do
   model=$folder
 done
 if [ -z "$model" ]; then
-  echo "minisgl: the claim holds neither {root}/config.json nor a complete {root}/{repo}/COMMIT" >&2
+  echo "minisgl: the claim holds neither $root/config.json nor a complete $root/{repo}/COMMIT" >&2
   exit 2
 fi"""
 

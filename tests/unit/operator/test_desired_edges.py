@@ -158,6 +158,12 @@ def test_a_group_between_two_lives_counts_once_and_one_that_leaves_not_at_all() 
     assert budget(spec, *sets)["minAvailable"] == 1
 
 
+def test_groups_of_two_sizes_count_with_their_own_pods() -> None:
+    wide = {"model": HUB, "replicas": 2, "parallelism": {"tensor": 4}}
+    narrow = {"model": HUB, "replicas": 2}
+    assert budget(narrow, served(0, 1, wide), served(1, 2, narrow))["minAvailable"] == 4
+
+
 def test_before_any_group_has_served_evictions_are_free() -> None:
     assert budget({"model": HUB, "replicas": 2})["minAvailable"] == 0
 

@@ -86,6 +86,17 @@ def test_h05_an_interface_that_is_named_overrides_the_route() -> None:
     assert args({"model": HUB, "network": {"interface": "ens3"}})["interface"] == "ens3"
 
 
+def test_h08_h09_no_rank_is_told_a_name_or_an_address_of_another() -> None:
+    words = " ".join(main_container(rank_set(TP2))["args"])
+    assert "qwen-ranks" not in words and "qwen-g0" not in words
+
+
+def test_h28_ranks_are_told_the_revision_that_they_may_meet() -> None:
+    made = rank_set(TP2)
+    assert args(TP2)["revision"] == made["metadata"]["labels"][names.REVISION]
+    assert args({**TP2, "restartedAt": "now"})["revision"] != args(TP2)["revision"]
+
+
 def test_h03_dev_shm_of_the_rank_container_is_memory_with_a_bound() -> None:
     volume, _ = shared_memory(CPU)
     assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": "8Gi"}
