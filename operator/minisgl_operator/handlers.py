@@ -34,8 +34,6 @@ class Manager:
 
     async def start(self) -> None:
         """Return when everything has been listed once."""
-        # kopf's watch tells nothing of what was deleted while it was broken off; this one does.
-        self.cache.follow(api.KIND)
         for kind in CHILDREN:
             if kind != "HTTPRoute" or self._settings.gateway_api:
                 self.cache.follow(kind, labelSelector=MANAGED)
@@ -44,6 +42,10 @@ class Manager:
         if self._nodes is not None:
             self.cache.follow("Node")
             self.cache.follow("Lease", namespace="kube-node-lease")
+        # Objects last: a task that saw its object before its children would make them again.
+        await self.cache.synced()
+        # kopf's watch tells nothing of what was deleted while it was broken off; this one does.
+        self.cache.follow(api.KIND)
         await self.cache.synced()
 
     async def close(self) -> None:

@@ -1,15 +1,19 @@
 """The API server takes every child as it is, and reads it as it was meant."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+from minisgl_operator import api
 from minisgl_operator.drift import differs
 from minisgl_operator.observed import Manifest
 from tests.cluster.apiserver import ApiServer
 from tests.cluster.kubectl import KubectlError
 from tests.cluster.programs import tools_dir
-from tests.unit.operator.cases import CASES, all_of
+from tests.unit.operator.cases import CASES, all_of, observe
+
+CRD = Path(__file__).parents[2] / "helm/minisglang/templates/crd.yaml"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,6 +55,20 @@ def test_the_server_takes_every_child_and_a_second_time_changes_nothing(
     for before, after in zip(first, live(api_server, wanted), strict=True):
         if before["kind"] != "PersistentVolumeClaim":  # any apply counts as a write of these
             assert before == after
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_types_have_the_defaults_of_the_schema(
+    api_server: ApiServer, namespace: str, case: str
+) -> None:
+    kubectl = api_server.kubectl
+    kubectl.apply(CRD)
+    kubectl("wait", "--for=condition=Established", "-f", str(CRD))
+    metadata = {"name": "qwen", "namespace": namespace}
+    written = {"apiVersion": api.API_VERSION, "kind": api.KIND, "metadata": metadata}
+    kubectl.apply({**written, "spec": CASES[case]})
+    stored = api.parse(kubectl.get("msgl", "qwen", "--namespace", namespace))
+    assert stored.spec == observe(CASES[case]).obj.spec
 
 
 @pytest.mark.parametrize("case", CASES)
