@@ -234,7 +234,7 @@ class Operator(RuleBasedStateMachine):
             and world.status["updatedReplicas"] == serving
             and world.status["currentRevision"] == world.status["updateRevision"]
             and len(self.ranks()) == serving * obj.spec.parallelism.pods
-            and all(m["spec"]["image"] == "good:end" for m in sets)
+            and all(p["spec"]["image"] == "good:end" for p in self.ranks())
         )
 
     def describe(self) -> str:
@@ -272,7 +272,7 @@ def _new_sets(survey: Survey, actions: Iterable[Action]) -> Iterator[tuple[int, 
 
 TestOperator = Operator.TestCase
 TestOperator.settings = settings(
-    max_examples=25,
+    max_examples=40,
     stateful_step_count=20,
     deadline=None,
     derandomize=True,

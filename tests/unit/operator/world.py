@@ -335,6 +335,9 @@ class World:
             }
             self.live[key] = wanted
         else:
+            if key.kind == "StatefulSet":  # another template is another epoch
+                labels = held["metadata"]["labels"]
+                assert wanted["metadata"]["labels"][names.REVISION] == labels[names.REVISION]
             metadata = {**held["metadata"], **wanted["metadata"]}
             self.live[key] = {**held, **wanted, "metadata": metadata}
         return True
