@@ -13,6 +13,9 @@ from minisgl.messages import GroupLoad, WorkerState
 PAUSE_SECONDS = 2.0
 """After a gap of this length between two looks the fault may be our own: clocks start again."""
 
+LATE_SECONDS = 3.0
+"""Beats come each second: a worker whose beat is older is not well."""
+
 FORGET_AFTER = 3
 """A worker that is not shown and silent for this many time-outs is forgotten."""
 
@@ -38,6 +41,8 @@ class Fleet:
         self._formed: dict[str, tuple[int, int]] = {}  # group: (incarnation, boot of rank 0)
         self._looked: float | None = None
         self._turn = 0
+        self.unwell: float | None = None
+        """When a worker was last seen to be late, gone or replaced, or the bus not seen at all."""
 
     def observe(self, states: Sequence[WorkerState], now: float) -> bool:
         """Take a fresh look at the bus; whether the last one is so old that clocks start again.
@@ -53,12 +58,19 @@ class Fleet:
         for state in states:
             key = (str(state.role), state.id)
             known = self._seen.get(key)
+            if known is not None and known.state.boot != state.boot:
+                self.unwell = now
             if known is None or (known.state.boot, known.state.beat) != (state.boot, state.beat):
                 self._seen[key] = Seen(state, now)
             else:
                 known.state, known.shown = state, True
             if state.role == "rank" and state.id.endswith("/0"):
                 self._observe_rank0(state)
+        if paused or any(
+            now - seen.moved >= LATE_SECONDS and seen.state.role != "gateway"
+            for seen in self._seen.values()
+        ):
+            self.unwell = now
         limit = FORGET_AFTER * self.silence
         for key, seen in list(self._seen.items()):
             if not seen.shown and now - seen.moved > limit:

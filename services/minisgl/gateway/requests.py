@@ -102,6 +102,8 @@ class Request:
     heard: float = 0.0
     failures: int = 0
     """Attempts in a row that ended without a new token."""
+    forgiven: int = 0
+    """Attempts in a row that were lost on their way while some worker was not well."""
     audits_without: int = 0
     audited: int = 0
     """Number of the newest audit of this attempt's computation."""
@@ -213,7 +215,7 @@ class Requests:
         if ids:
             if not request.ids:
                 self.waiting -= 1
-            request.failures = 0
+            request.failures = request.forgiven = 0
             request.ids.extend(ids)
         request.sent_chars += len(msg.text)
         if msg.finish is not None:
@@ -286,7 +288,21 @@ class Requests:
                 self._retry(request, now, f"group {request.source.group} has left")
             elif now - request.heard >= self.limits.silence * (1 if request.source else 2):
                 why = "nothing was heard of it for too long"
-                self._retry(request, now, why, SILENCE_PAUSE_SECONDS)
+                self._retry(request, now, why, SILENCE_PAUSE_SECONDS, self._on_its_way(request))
+
+    def _on_its_way(self, request: Request) -> bool:
+        """Whether this attempt met a dead worker before any group had it, so far as is known.
+
+        It is not the request's fault then. But one that kills a group before that says a word looks
+        the same, so as many are forgiven in a row as count, and no more.
+        """
+        unwell = self.fleet.unwell
+        return (
+            request.source is None
+            and unwell is not None
+            and unwell >= request.heard
+            and request.forgiven < self.limits.max_attempts
+        )
 
     def restart_clocks(self, now: float) -> None:
         """After an outage of the bus or a pause of our own: silence until now proves nothing."""
@@ -297,7 +313,7 @@ class Requests:
 
     def _attempt(self, request: Request, now: float) -> None:
         # Where the last attempt failed another process may be starting, which was not seen yet.
-        avoid = request.detokenizer[0] if request.failures else ""
+        avoid = request.detokenizer[0] if request.failures or request.forgiven else ""
         detokenizer = self.fleet.next_detokenizer(now, avoid)
         if detokenizer is None:
             request.resume_at = now
@@ -323,10 +339,13 @@ class Requests:
             sampling=request.sampling,
         )))  # fmt: skip
 
-    def _retry(self, request: Request, now: float, why: str, pause: float = 0.0) -> None:
+    def _retry(
+        self, request: Request, now: float, why: str, pause: float = 0.0, forgiven: bool = False
+    ) -> None:
         """This attempt failed: start another one, or give up after `max_attempts` in a row."""
         self._abort(request.uid, request.attempt, request.source)
-        request.failures += 1
+        request.forgiven += forgiven
+        request.failures += not forgiven
         if request.failures >= self.limits.max_attempts:
             self._fail(request, ErrorInfo(
                 status=500, code="request_lost",

@@ -304,6 +304,24 @@ def test_silence_before_a_computation_is_bound_is_a_loss_after_twice_t(owner: Ow
     assert owner.request.attempt == 2
 
 
+def test_a_request_lost_on_its_way_while_a_worker_dies_is_not_to_blame(owner: Owner) -> None:
+    for lost in range(3):
+        attempt = owner.request.attempt
+        owner.states[1].boot += 1  # a tokenizer, or whatever: it was replaced
+        owner.wait(2 * T)
+        owner.wait(SILENCE_PAUSE_SECONDS)
+        assert owner.request.attempt == attempt + 1
+        assert (owner.request.failures, owner.request.forgiven) == (0, lost + 1)
+    owner.states[1].boot += 1
+    owner.wait(2 * T)  # one that kills whoever takes it must end all the same
+    assert (owner.request.failures, owner.request.forgiven) == (1, 3)
+
+
+def test_a_request_lost_on_its_way_while_all_are_well_counts(owner: Owner) -> None:
+    owner.wait(2 * T)
+    assert (owner.request.failures, owner.request.forgiven) == (1, 0)
+
+
 def test_a_group_that_dies_costs_its_requests_one_attempt_not_two() -> None:
     owner = Owner()
     owner.open()
