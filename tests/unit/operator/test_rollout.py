@@ -11,6 +11,7 @@ from minisgl_operator import names
 from minisgl_operator.observed import Apply, Delete
 from minisgl_operator.plan import decide
 from minisgl_operator.plan.rollout import Bounds, Moves, Standing, moves
+from minisgl_operator.times import rfc3339
 from tests.unit.operator.world import World, group_set, spec_of
 
 NEW, OLD = Standing(serves=True, new=True), Standing(serves=True, new=False)
@@ -199,6 +200,9 @@ def test_h28_no_group_ever_holds_pods_of_two_revisions() -> None:
 def test_recreate_starts_nothing_new_beside_anything_old() -> None:
     made = world(3, rolloutStrategy={"type": "Recreate"})
     made.change(image="good:2")
+    made.run(3)
+    slow = made.rank_pods()[0]
+    slow["metadata"]["deletionTimestamp"] = rfc3339(made.wall + 20)  # it drains for longer
     for _ in range(60):
         made.step()
         made.operate()
