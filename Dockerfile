@@ -23,7 +23,7 @@ COPY services services
 COPY kernels kernels
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
-# --- what each role installs: the wheel without its requirements, and those of the role -----------
+# --- what each role needs: a layer of its own, so that a new version of the project is a small one -
 FROM ${PYTHON_IMAGE} AS builder
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python -m venv /opt/minisgl && /opt/minisgl/bin/pip install --upgrade "pip>=25"
@@ -32,28 +32,23 @@ COPY pyproject.toml ./
 COPY constraints constraints
 COPY scripts/requirements.py scripts/requirements.py
 
-FROM builder AS operator-files
+FROM builder AS operator-needs
 RUN python scripts/requirements.py operator > /tmp/wanted.txt \
     && /opt/minisgl/bin/pip install -c constraints/cpu.txt -r /tmp/wanted.txt
-COPY --from=wheel /wheels /wheels
-RUN /opt/minisgl/bin/pip install --no-deps /wheels/*.whl
 
-FROM builder AS services-files
+FROM builder AS services-needs
 RUN python scripts/requirements.py gateway tokenizer redis > /tmp/wanted.txt \
     && /opt/minisgl/bin/pip install -c constraints/cpu.txt -r /tmp/wanted.txt
-COPY --from=wheel /wheels /wheels
-RUN /opt/minisgl/bin/pip install --no-deps /wheels/*.whl
 
-FROM builder AS engine-cpu-files
+FROM builder AS engine-cpu-needs
 # Where torch without CUDA comes from. A find-links folder of pip's configuration is looked at first.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN python scripts/requirements.py gateway tokenizer engine redis > /tmp/wanted.txt \
     && torch="$(grep '^torch==' constraints/cpu.txt)" \
     && (/opt/minisgl/bin/pip install --no-index "$torch+cpu" --no-deps 2>/dev/null \
-        || /opt/minisgl/bin/pip install --index-url "$TORCH_INDEX" --no-deps "$torch") \
+        || /opt/minisgl/bin/pip install --index-url "$TORCH_INDEX" --timeout 15 --retries 1 --no-deps "$torch" \
+        || echo "$TORCH_INDEX cannot be reached: torch comes from PyPI, with 3 GB of CUDA libraries") \
     && /opt/minisgl/bin/pip install -c constraints/cpu.txt -r /tmp/wanted.txt
-COPY --from=wheel /wheels /wheels
-RUN /opt/minisgl/bin/pip install --no-deps /wheels/*.whl
 
 # --- the images -----------------------------------------------------------------------------------
 FROM ${PYTHON_IMAGE} AS runtime
@@ -64,12 +59,20 @@ WORKDIR /var/lib/minisgl
 USER 1000:1000
 
 FROM runtime AS operator
-COPY --from=operator-files /opt/minisgl /opt/minisgl
+COPY --from=operator-needs /opt/minisgl /opt/minisgl
+USER root
+COPY --from=wheel /wheels /wheels
+RUN /opt/minisgl/bin/pip install --no-cache-dir --no-deps /wheels/*.whl
+USER 1000:1000
 ENTRYPOINT ["minisgl-operator"]
 CMD ["run"]
 
 FROM runtime AS services
-COPY --from=services-files /opt/minisgl /opt/minisgl
+COPY --from=services-needs /opt/minisgl /opt/minisgl
+USER root
+COPY --from=wheel /wheels /wheels
+RUN /opt/minisgl/bin/pip install --no-cache-dir --no-deps /wheels/*.whl
+USER 1000:1000
 ENTRYPOINT ["minisgl"]
 
 FROM runtime AS engine-cpu
@@ -78,8 +81,10 @@ USER root
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/*
+COPY --from=engine-cpu-needs /opt/minisgl /opt/minisgl
+COPY --from=wheel /wheels /wheels
+RUN /opt/minisgl/bin/pip install --no-cache-dir --no-deps /wheels/*.whl
 USER 1000:1000
-COPY --from=engine-cpu-files /opt/minisgl /opt/minisgl
 ENTRYPOINT ["minisgl"]
 
 FROM ${CUDA_IMAGE} AS engine-cuda

@@ -20,6 +20,8 @@ check 'ruff check' $bin/ruff check .
 check 'ruff format' $bin/ruff format --check .
 check 'mypy' $bin/mypy
 check 'import layers' $bin/lint-imports --no-logo
+# helm is among the test cluster's programs.
+PATH=$PATH:${CLUSTER_TOOLS:-${XDG_CACHE_HOME:-$HOME/.cache}/minisgl/cluster-tools}
 for chart in helm/*/Chart.yaml; do
     [ -e "$chart" ] || continue
     if command -v helm >/dev/null; then

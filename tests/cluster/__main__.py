@@ -17,15 +17,23 @@ from tests.cluster.programs import BUILD, Unavailable, tools_dir
 TARGETS = ("engine-cpu", "operator")
 
 
+def say(what: str) -> None:
+    """A line of progress; standard output is for what a shell exports."""
+    print(f"cluster: {what}", file=sys.stderr, flush=True)
+
+
 def up(nodes: int, quick_loss: bool) -> None:
     """Start the cluster and leave it running."""
+    say("building the programs that are missing (25 minutes the first time)")
     if shutil.which("go") and not os.environ.get("CLUSTER_TOOLS"):
         subprocess.run(["bash", str(BUILD), str(tools_dir())], check=True, stdout=sys.stderr)
     get_model = [sys.executable, str(ROOT / "scripts" / "get_model.py")]
     subprocess.run(get_model, check=True, stdout=sys.stderr)
     cluster = Cluster(nodes=nodes, quick_loss=quick_loss, detached=True)
     try:
+        say(f"building the images {', '.join(TARGETS)}, those that have changed")
         cluster.load(*TARGETS)
+        say("starting")
         cluster.start()
     except BaseException:
         cluster.stop()
@@ -51,9 +59,9 @@ def main() -> int:
             up(arguments.nodes, arguments.quick_loss)
         else:
             remove()
-            print(f"cluster: nothing is left, {folder()} is gone", file=sys.stderr)
+            say(f"nothing is left, {folder()} is gone")
     except (Unavailable, BuildError, AssertionError, subprocess.CalledProcessError) as error:
-        print(f"cluster: {error}", file=sys.stderr)
+        say(str(error))
         return 1
     return 0
 

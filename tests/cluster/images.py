@@ -32,12 +32,17 @@ _FROM = re.compile(r"^FROM\s+(?:--\S+\s+)*(\S+)(?:\s+AS\s+(\S+))?", re.IGNORECAS
 _USES = re.compile(r"(?:--from=|\bfrom=)([^\s,]+)")
 
 STAND_INS: Mapping[str, Sequence[str]] = {
-    "python": ("python3", "python3-pip", "python3-venv", "ca-certificates", "netbase", "tzdata"),
+    "python": (
+        "python3", "python3-pip", "python3-venv", "libpython3-dev", "ca-certificates", "netbase",
+    ),
     "debian": (),
     "redis": ("redis-server", "redis-tools"),
     "valkey": ("redis-server", "redis-tools"),
-}
-"""By the last part of an image's name: the Debian packages that make something like it."""
+}  # fmt: skip
+"""By the last part of an image's name: the Debian packages that make something like it.
+
+python's has the headers, as the real one has: the engine compiles kernels with them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,7 @@ class Images:
     def base(self, name: str) -> Image:
         """An image as it is, such as Redis's: pulled, or its stand-in."""
         full = qualified(name)
-        archive = self._archive(full, "base")
+        archive = self._archive(full, _recipe(full))
         with self._locked():
             if not archive.exists():
                 self._provide(full)
@@ -170,25 +175,34 @@ class Images:
 
     def _provide(self, name: str) -> None:
         """See that buildah's store has a base image."""
+        # Written beside a stand-in; what was pulled has none.
+        made = self.cache / f"{_slug(name)}.stand-in"
+        if self._has(name) and (not made.exists() or made.read_text() == _recipe(name)):
+            return
+        if not made.exists():
+            try:
+                self._buildah("pull", "--quiet", "--retry=0", name)
+                return
+            except BuildError as error:
+                if _kind(name) not in STAND_INS:
+                    raise
+                if shutil.which("debootstrap") is None:
+                    raise Unavailable(
+                        f"{name} cannot be pulled ({error}), and there is no debootstrap to make "
+                        "a stand-in: apt-get install debootstrap"
+                    ) from None
+        self._make_stand_in(name)
+        made.write_text(_recipe(name))
+
+    def _has(self, name: str) -> bool:
         try:
             self._buildah("inspect", "--type=image", name)
-            return
         except BuildError:
-            pass
-        try:
-            self._buildah("pull", "--quiet", "--retry=0", name)
-        except BuildError as error:
-            kind = name.rpartition("/")[2].partition(":")[0]
-            if kind not in STAND_INS:
-                raise
-            if shutil.which("debootstrap") is None:
-                raise Unavailable(
-                    f"{name} cannot be pulled ({error}), and there is no debootstrap to make "
-                    "a stand-in: apt-get install debootstrap"
-                ) from None
-            self._make_stand_in(name, kind)
+            return False
+        return True
 
-    def _make_stand_in(self, name: str, kind: str) -> None:
+    def _make_stand_in(self, name: str) -> None:
+        kind = _kind(name)
         with tempfile.TemporaryDirectory(dir=self.cache) as folder:
             context, root = Path(folder), Path(folder) / "root"
             packages = ",".join(STAND_INS[kind])
@@ -317,6 +331,15 @@ def _mirror() -> str:
             if suite == RELEASE and "debian" in address:
                 return address
     return "http://deb.debian.org/debian"
+
+
+def _kind(name: str) -> str:
+    return name.rpartition("/")[2].partition(":")[0]
+
+
+def _recipe(name: str) -> str:
+    """What a stand-in is made of, as a short text."""
+    return hashlib.sha256(repr((RELEASE, STAND_INS.get(_kind(name)))).encode()).hexdigest()
 
 
 def _slug(name: str) -> str:
