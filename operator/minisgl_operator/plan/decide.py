@@ -182,13 +182,13 @@ class _Groups:
         make = partial(_Next, life.index, group.next_epoch)
         if life.index in todo.replace:
             follows = replaced(memory)
-            if end is not None and not (end.counts and memory.failed):
+            if end is not None and not memory.failed:
                 follows = replace(self._after(life, end), spent=0)
             return make(desired.revision, follows)
         if life.revision not in desired.sizes:
             return None
         if end is not None:
-            if end.counts and memory.failed:
+            if memory.failed:
                 return None
             return make(life.revision, self._after(life, end))
         if back := self._places_back(life):

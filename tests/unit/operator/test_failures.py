@@ -116,6 +116,15 @@ def test_a_raised_budget_starts_a_spent_group_again() -> None:
     made.until(lambda: made.group(0)["restarts"] == 2)
 
 
+def test_a_spent_group_is_left_as_it_is_also_when_a_pod_of_it_is_evicted() -> None:
+    made = crashing(maxGroupRestarts=1)
+    made.until(lambda: made.group(0).get("phase") == "Failed")
+    epoch = made.group(0)["epoch"]
+    made.evict(made.rank_pods()[0])
+    made.run(100)
+    assert made.group(0)["epoch"] == epoch and made.group(0)["phase"] == "Failed"
+
+
 def test_a_stable_time_makes_the_backoff_start_from_zero() -> None:
     made = crashing()
     made.until(lambda: made.status["groupRestarts"] == 3)
