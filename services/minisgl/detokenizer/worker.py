@@ -5,7 +5,6 @@
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Literal
@@ -14,6 +13,7 @@ from minisgl.bus import TOK, Bus, connect_worker, detok_queue, reply_queue
 from minisgl.config import ProbedConfig
 from minisgl.detokenizer.stream import TextStream
 from minisgl.hub import model_vocab_size, resolve_model
+from minisgl.lifecycle import boot_clock
 from minisgl.messages import (
     AuditMsg,
     DetokenizeBatch,
@@ -75,7 +75,7 @@ class DetokenizerCore:
         self,
         tokenizer: Tokenizer,
         heartbeat_timeout_seconds: float,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = boot_clock,
     ) -> None:
         self._tokenizer = tokenizer
         self._silence = 2 * heartbeat_timeout_seconds

@@ -111,6 +111,7 @@ def run_engine(
             publish=bus.publish_state,
             turn=turn,
             drain_seconds=config.drain,
+            silence=config.heartbeat_timeout_seconds,
         )
         comm.barrier()
         members.formed()

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 
 from minisgl.bus import Bus, Entry
+from minisgl.lifecycle import boot_clock
 from minisgl.messages import (
     STEP_BUCKETS,
     AbortMsg,
     GroupLoad,
     Message,
-    Route,
     UserMsg,
     WorkerState,
     decode,
@@ -20,6 +20,7 @@ from minisgl.messages import (
 )
 from minisgl.scheduler import integrity
 from minisgl.scheduler.feed import Feed
+from minisgl.scheduler.gateways import Gateways
 from minisgl.scheduler.replies import ReplySink
 from minisgl.scheduler.scheduler import Scheduler
 
@@ -69,11 +70,14 @@ class Rank:
         publish: Callable[[WorkerState], None],
         turn: Callable[[], None] = lambda: None,
         drain_seconds: float = 0.0,
+        silence: float = float("inf"),
+        clock: Callable[[], float] = boot_clock,
     ) -> None:
         """`bus` and `sink` are rank 0's. `state` makes this rank's state, `publish` shows it.
 
         `turn` is called at the start of each round. Once the group leaves, it hands back after
-        `drain_seconds` what it still holds, if another group lives.
+        `drain_seconds` what it still holds, if another group lives. `silence` is the heartbeat
+        time-out in seconds, of `clock`.
         """
         self._scheduler = scheduler
         self._feed = feed
@@ -83,7 +87,9 @@ class Rank:
         self._sink = sink
         self._state = state
         self._publish = publish
-        self._clock = StepClock()
+        self._clock = clock
+        self._steps = StepClock()
+        self._gateways = Gateways(silence)
         self._errors = 0
         self._next_second = 0.0
         self._unchecked = True
@@ -108,7 +114,7 @@ class Rank:
                         self._errors += 1
             began = time.perf_counter()
             if self._scheduler.step():
-                self._clock.add(time.perf_counter() - began)
+                self._steps.add(time.perf_counter() - began)
                 self._unchecked = True
             self._each_second()
 
@@ -124,9 +130,9 @@ class Rank:
             pages_total=cache.num_pages,
             pages_free=cache.free_pages,
             pages_evictable=cache.evictable_pages,
-            steps=self._clock.steps,
-            step_seconds=self._clock.seconds,
-            step_buckets=self._clock.cumulative(),
+            steps=self._steps.steps,
+            step_seconds=self._steps.seconds,
+            step_buckets=self._steps.cumulative(),
             retractions=scheduler.retractions,
         )
 
@@ -140,10 +146,10 @@ class Rank:
         return raws
 
     def _until_next_second(self) -> float:
-        return min(max(self._next_second - time.monotonic(), 0), IDLE_SECONDS)
+        return min(max(self._next_second - self._clock(), 0), IDLE_SECONDS)
 
     def _each_second(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         if now < self._next_second:
             return
         self._next_second = now + IDLE_SECONDS
@@ -158,15 +164,19 @@ class Rank:
             self._states = self._bus.read_states()
             mine = f"{self._group}/"
             self._peer_leaves = any(s.draining and s.id.startswith(mine) for s in self._ranks())
-            if not self._bus.congested:
+            if self._bus.congested:
+                self._gateways.unanswered()
+            else:
+                held = (p.route for p in self._scheduler.held() if p.route is not None)
+                self._gateways.look(self._states, held, self._clock())
                 self._sink.audit(self._states)
-            self._drop_orphans(self._states)
+            self._drop_orphans()
 
     def _left(self, asked: Callable[[], bool]) -> bool:
         """Rank 0: whether the group has ended. It takes nothing new once a rank was asked to go."""
         if self._bus is None or self._sink is None:
             return False
-        now = time.monotonic()
+        now = self._clock()
         if self._drain_until is None:
             if not asked() and not self._peer_leaves:
                 return False
@@ -194,25 +204,19 @@ class Rank:
                 kept.append(message)
         return encode(kept)
 
-    def _drop_orphans(self, states: list[WorkerState]) -> None:
-        """Free the requests of gateways that were replaced: nobody waits for them.
+    def _drop_orphans(self) -> None:
+        """Free the requests of gateways that nobody waits at any more.
 
         The aborts go through the feed, as every rank must drop them in the same step.
         """
-        boots = {s.id: s.boot for s in states if s.role == "gateway"}
-        leaving = self._drain_until is not None
-
-        def orphaned(route: Route) -> bool:
-            # A gateway that is not shown may only be cut off, unless everything ends.
-            return boots.get(route.gateway, 0 if leaving else route.boot) != route.boot
-
+        now, leaving = self._clock(), self._drain_until is not None
         orphans: list[Message] = [
             AbortMsg(uid=p.uid, attempt=p.attempt, run=p.run)
             for p in self._scheduler.held()
-            if p.route is not None and orphaned(p.route)
+            if p.route is not None and self._gateways.left(p.route, now, leaving=leaving)
         ]
         if orphans:
-            _log.info("aborting requests=%d of gateways that were replaced", len(orphans))
+            _log.info("aborting requests=%d of gateways that have left", len(orphans))
             self._injected.append(encode(orphans))
 
 

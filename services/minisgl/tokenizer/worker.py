@@ -6,7 +6,6 @@ that the workers publish.
 
 import contextlib
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
@@ -15,6 +14,7 @@ from minisgl.bus import TOK, Bus, connect_worker, reply_queue, req_queue
 from minisgl.bus.base import BusError
 from minisgl.config import ProbedConfig
 from minisgl.hub import model_vocab_size, resolve_model
+from minisgl.lifecycle import boot_clock
 from minisgl.messages import (
     ErrorInfo,
     GroupLoad,
@@ -92,7 +92,7 @@ class TokenizerCore:
         tokenizer: Tokenizer,
         vocab_size: int,
         read_states: Callable[[], list[WorkerState]],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = boot_clock,
         silence: float = float("inf"),
         cached: Callable[[Sequence[str], Sequence[int]], Mapping[str, int]] | None = None,
     ) -> None:

@@ -226,6 +226,7 @@ class Group(Worker):
         self.rank = Rank(
             self.scheduler, SingleFeed(), group=name, incarnation=boot, bus=bus, sink=sink,
             state=self._show, publish=lambda _: self.publish(), turn=self._turn, drain_seconds=1.0,
+            silence=world.silence, clock=world.clock,
         )  # fmt: skip
 
     def act(self) -> None:

@@ -1,12 +1,9 @@
 """One run: clients, workers, a random order of their actions, and faults between them."""
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 from tokenizers import Tokenizer as Backend
@@ -18,7 +15,6 @@ from minisgl.detokenizer.worker import DetokenizerCore
 from minisgl.gateway.requests import News, Prompt, Request
 from minisgl.messages import FinishReason, SamplingParams, WorkerState, pack_ids
 from minisgl.scheduler import integrity
-from minisgl.scheduler import rank as rank_module
 from minisgl.text import Tokenizer
 from minisgl.tokenizer.worker import TokenizerCore
 
@@ -231,25 +227,16 @@ class World:
 
     def run(self) -> None:
         """Faults, then time enough to heal; everything is checked on the way and at the end."""
-        with self._virtual_time():
-            times = [
-                self.now + 1 + self.random.random() * FAULTY_SECONDS for _ in range(self.faults)
-            ]
-            times.sort()
-            end = self.now + LIMIT_SECONDS
-            while times or self._restarts or self._unsettled():
-                assert self.now < end, f"not healed: {self._unsettled()}"
-                if times and self.now >= times[0]:
-                    times.pop(0)
-                    self._fault()
-                self._one_action()
-            self._check_end()
-
-    @contextmanager
-    def _virtual_time(self) -> Iterator[None]:
-        time = SimpleNamespace(monotonic=self.clock, perf_counter=self.clock)
-        with mock.patch.object(rank_module, "time", time):
-            yield
+        times = [self.now + 1 + self.random.random() * FAULTY_SECONDS for _ in range(self.faults)]
+        times.sort()
+        end = self.now + LIMIT_SECONDS
+        while times or self._restarts or self._unsettled():
+            assert self.now < end, f"not healed: {self._unsettled()}"
+            if times and self.now >= times[0]:
+                times.pop(0)
+                self._fault()
+            self._one_action()
+        self._check_end()
 
     def _one_action(self) -> None:
         self.bus.away = self.now < self._away_until
