@@ -95,7 +95,21 @@ def _components(observed: Observed) -> dict[str, dict[str, int]]:
 def _groups(survey: Survey, phases: dict[int, Any]) -> list[dict[str, Any]]:
     """Those that need attention first, then by index."""
     order = sorted(phases, key=lambda index: (_ATTENTION.index(phases[index]), index))
-    return [_group(survey, index, phases[index]) for index in order[:LISTED]]
+    found = [_group(survey, index, phases[index]) for index in order[:LISTED]]
+    return [*_absent(survey), *found][:LISTED]
+
+
+def _absent(survey: Survey) -> list[dict[str, Any]]:
+    """Groups whose set somebody deleted, and that cannot be created yet (their model is on its
+    way): only the status remembers them."""
+    obj = survey.observed.obj
+    missing = max(0, obj.group_indices_wanted - len(survey.current))
+    told = [g for g in obj.status.get("groups") or () if g["index"] not in survey.groups]
+    kept = ("index", "epoch", "revision", "ranks", "restarts", "lastRestartTime", "lastFailure")
+    return [
+        {**{key: g[key] for key in kept if key in g}, "phase": "Pending", "readyRanks": 0}
+        for g in sorted(told, key=lambda g: int(g["index"]))[:missing]
+    ]
 
 
 def _group(survey: Survey, index: int, phase: str) -> dict[str, Any]:

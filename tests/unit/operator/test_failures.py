@@ -98,6 +98,19 @@ def test_the_memory_survives_the_deletion_of_the_set_by_hand() -> None:
     assert made.group(0)["restarts"] == 1 and made.group(0)["lastFailure"]["exitCode"] == 1
 
 
+def test_the_memory_survives_that_deletion_also_while_no_group_can_be_created() -> None:
+    made = crashing()
+    made.until(lambda: made.status["groupRestarts"] == 1)
+    made.model_ready = False
+    for name in made.sets():
+        made.remove(next(k for k in made.live if k.name == name))
+    made.run(30)
+    assert not made.sets() and made.group(0)["restarts"] == 1
+    made.model_ready = True
+    made.run(5)
+    assert made.sets() and made.group(0)["lastFailure"]["exitCode"] == 1
+
+
 @pytest.mark.parametrize("renew", [{"restartedAt": "now"}, {"image": "bad:2"}])
 def test_a_new_revision_starts_a_spent_group_again(renew: dict[str, str]) -> None:
     made = crashing(maxGroupRestarts=1)

@@ -118,7 +118,7 @@ class Operator(RuleBasedStateMachine):
             key = data.draw(st.sampled_from(keys))
             self.world.remove(key, foreground=foreground)
             place = names.parse_set(self.world.obj, key.name)
-            if place and place[0] in self.remembered and not foreground:
+            if place and place[0] in self.remembered:
                 # A set that never had a pod leaves no trace; its epoch may come again.
                 self.remembered[place[0]] = (*self.remembered[place[0]][:2], 0)
 
