@@ -44,7 +44,7 @@ ANSWER_SECONDS = 2.0
 """A Redis that takes longer for any answer counts as away."""
 BLOCK_SECONDS = 1.0
 """Longest wait of one call, so that the end of a connection is noticed."""
-CLAIM_SECONDS = 1.0
+CLAIM_SECONDS = 0.25
 """How often a reader of `tok` looks for what others have left."""
 CONSUMERS_SECONDS = 60.0
 """How often a reader of `tok` looks for consumers that are gone."""

@@ -279,6 +279,9 @@ class Requests:
                     "or raise --request-timeout-seconds.",
                 ))  # fmt: skip
             elif request.resume_at is not None:
+                if self.fleet.worker_left("detokenizer", *request.detokenizer, now):
+                    # Then it is not the group that was silent: nothing is to be waited for.
+                    request.resume_at = min(request.resume_at, now)
                 self._resume(request, now)
             elif self.fleet.worker_left("detokenizer", *request.detokenizer, now):
                 self._retry(request, now, "its detokenizer has left")

@@ -335,6 +335,18 @@ def test_a_group_that_dies_costs_its_requests_one_attempt_not_two() -> None:
     assert owner.request.attempt == 2
 
 
+def test_a_silence_that_turns_out_to_be_the_detokenizers_is_not_waited_out(owner: Owner) -> None:
+    owner.states.append(WorkerState(role="detokenizer", id="d1", boot=24, beat=0))
+    owner.wait(0.5)
+    owner.open()
+    owner.wait(0.5)  # its last beat comes after its last reply
+    silent = next(s for s in owner.states if s.id == owner.request.detokenizer[0])
+    for _ in range(int(2 * T) + 1):
+        silent.beat -= 1  # which `wait` adds
+        owner.wait(0.5)
+    assert (owner.request.attempt, owner.request.detokenizer[0]) == (2, "d1")
+
+
 def test_an_audit_that_lists_a_request_is_progress_even_while_it_waits(owner: Owner) -> None:
     for _ in range(5):
         owner.wait(2 * T - 1)
