@@ -102,6 +102,12 @@ def qwen(installed: ApiServer, operator: Operator, namespace: str) -> Object:
     one = Object(installed.kubectl, namespace)
     one.apply(replicas=2, gateway={"replicas": 2}, ingress={"host": "llm.example.com"})
     one.wait_children("StatefulSet/qwen-g0-1", "StatefulSet/qwen-g1-1", "Ingress/qwen")
+    # A status is written at most once a second: the first one knows of no group yet.
+    wait_until(
+        lambda: len(one.get().get("status", {}).get("groups", [])) == 2,
+        30,
+        lambda: json.dumps(one.get()),
+    )
     one.wait_observed()
     return one
 
