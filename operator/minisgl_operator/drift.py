@@ -16,14 +16,12 @@ from minisgl_operator.observed import Manifest
 _MERGE_KEYS = ("name", "mountPath", "containerPort", "port", "ip", "uid", "topologyKey")
 """Server-side apply merges lists of objects by one of these: others may add elements."""
 _QUANTITY = re.compile(r"^[+-]?(\d+\.?\d*|\.\d+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?\d+)?$")
-_OURS = ("apiVersion", "kind", "metadata", "spec", "data", "stringData", "type", "revision")
+_OURS = ("metadata", "spec", "data", "stringData", "type", "revision")
 
 
 def differs(manifest: Manifest, live: Manifest) -> str:
     """The path of the first field of `manifest` that `live` holds otherwise; "" if none does."""
     for part in _OURS:
-        if part in ("apiVersion", "kind"):
-            continue
         if part in manifest:
             path = _differs(manifest[part], live.get(part), part)
             if path:

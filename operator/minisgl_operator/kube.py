@@ -159,25 +159,17 @@ class Api:
                 return None
             raise
 
-    async def apply(self, manifest: Manifest) -> Manifest:
-        """Server-side apply of what the operator wants of a child; the object as it is then."""
-        self.writes += 1
-        metadata = manifest["metadata"]
-        return await self.request(
-            "PATCH",
-            path_of(manifest["kind"], metadata["namespace"], metadata["name"]),
-            query=[("fieldManager", names.MANAGER), ("force", "true")],
-            body=manifest,
-            content_type="application/apply-patch+yaml",
-        )
+    async def apply(self, manifest: Manifest, *, subresource: str = "") -> Manifest:
+        """Server-side apply of what the operator wants of an object; the object as it is then.
 
-    async def apply_status(self, manifest: Manifest) -> Manifest:
-        """Server-side apply of the whole status of an object."""
+        `subresource`: such as `status`, of which the manifest then says all.
+        """
         self.writes += 1
         metadata = manifest["metadata"]
+        path = path_of(manifest["kind"], metadata["namespace"], metadata["name"])
         return await self.request(
             "PATCH",
-            path_of(manifest["kind"], metadata["namespace"], metadata["name"]) + "/status",
+            f"{path}/{subresource}" if subresource else path,
             query=[("fieldManager", names.MANAGER), ("force", "true")],
             body=manifest,
             content_type="application/apply-patch+yaml",

@@ -12,14 +12,13 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from typing import Any
-
-import msgspec
 
 from minisgl_operator import api, bus, drift, names
 from minisgl_operator.api import MiniSGLang
 from minisgl_operator.desired import desired
+from minisgl_operator.desired.bus import PASSWORD_KEY, endpoint
+from minisgl_operator.desired.digest import digest_of
 from minisgl_operator.kube import Api, ApiError, Cache
 from minisgl_operator.metrics import Metrics
 from minisgl_operator.observed import (
@@ -38,7 +37,9 @@ from minisgl_operator.observed import (
     Warning,
 )
 from minisgl_operator.plan import plan
+from minisgl_operator.plan.pods import controller
 from minisgl_operator.status import status
+from minisgl_operator.times import rfc3339
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ _NO_ANSWER = (0, 401, 429, 503, 504)
 @dataclass(slots=True)
 class _Refused:
     refusal: Refusal
-    digest: int
+    digest: str
     """Of the manifest that was refused: another one is tried at once."""
     wait: float
     next_try: float
@@ -113,6 +114,7 @@ class Task:
         self._namespace, self._name = namespace, name
         self._kube, self._cache, self._nodes = kube, cache, nodes
         self._settings, self._metrics = settings, metrics
+        self._log = logging.LoggerAdapter(log, {"namespace": namespace, "object": name})
         self._woken = asyncio.Event()
         self._woken_at: float | None = None
         self._uid = ""
@@ -120,7 +122,7 @@ class Task:
         self._refused: dict[Key, _Refused] = {}
         self._foreign: dict[Key, float] = {}
         """Names that another's object held, and when that was seen."""
-        self._settled: dict[Key, tuple[int, int]] = {}
+        self._settled: dict[Key, tuple[str, str]] = {}
         """By child: what was applied, and what the server made of it."""
         self._reader: bus.Reader | None = None
         self._password: str | None = None
@@ -165,17 +167,11 @@ class Task:
             return await self.look()
         except ApiError as error:
             self._metrics.failures.inc()
-            log.warning(
-                "the API server failed: %s", error.message,
-                extra={"namespace": self._namespace, "object": self._name},
-            )  # fmt: skip
+            self._log.warning("the API server failed: %s", error.message)
             return TICK_SECONDS
         except Exception:
             self._metrics.failures.inc()
-            log.exception(
-                "this object could not be reconciled",
-                extra={"namespace": self._namespace, "object": self._name},
-            )
+            self._log.exception("this object could not be reconciled")
             return RESYNC_SECONDS
 
     # --- one look ------------------------------------------------------------------------------
@@ -224,7 +220,7 @@ class Task:
             if one["kind"] == "Pod":
                 if (one["metadata"].get("labels") or {}).get(names.OBJECT_UID) == obj.uid:
                     pods.append(one)
-            elif ownership(one, obj) == "ours":
+            elif belongs(one, obj):
                 live[Key.of(one)] = one
         password = await self._redis_password(obj, now)
         secret_key = Key("Secret", names.redis(obj))
@@ -232,7 +228,7 @@ class Task:
         self._foreign = {k: at for k, at in self._foreign.items() if now - at < RESYNC_SECONDS}
         foreign = set(self._foreign)
         if secret is not None:
-            if ownership(secret, obj) == "ours":
+            if belongs(secret, obj):
                 live[secret_key] = secret
             else:
                 foreign.add(secret_key)
@@ -245,13 +241,16 @@ class Task:
             live=live,
             foreign=frozenset(foreign),
             pods=tuple(sorted(pods, key=lambda p: str(p["metadata"]["name"]))),
-            refused={key: one.refusal for key, one in self._refused.items()},
+            refused=self._refusals(),
             warnings=self._warnings([*live, *(Key.of(p) for p in pods)]),
             nodes=self._nodes.look(now) if self._nodes else None,
             bus=self._reader.bus if self._reader else Bus("starting"),
             redis_password=password,
             claims=await self._claims(obj, now),
         )
+
+    def _refusals(self) -> dict[Key, Refusal]:
+        return {key: one.refusal for key, one in self._refused.items()}
 
     def _warnings(self, keys: list[Key]) -> dict[Key, Warning]:
         found = ((key, self._cache.warning(self._namespace, key)) for key in keys)
@@ -278,15 +277,17 @@ class Task:
             self._named[key] = held
         return held[1]
 
-    async def _secret(self, name: str, now: float) -> Manifest | None:
-        return await self._by_name(Key("Secret", name), now)
+    async def _secret_value(self, place: tuple[str, str] | None, now: float) -> str | None:
+        """What stands in a Secret, by its name and the key in it; None if there is nothing."""
+        if place is None:
+            return None
+        return _secret_value(await self._by_name(Key("Secret", place[0]), now), place[1])
 
     async def _redis_password(self, obj: MiniSGLang, now: float) -> str | None:
         """The password of a managed Redis: from its Secret, from memory, or a new one."""
         if obj.spec.redis.managed is None:
             return None
-        held = await self._secret(names.redis(obj), now)
-        stored = _secret_value(held, "password")
+        stored = await self._secret_value((names.redis(obj), PASSWORD_KEY), now)
         if stored:
             self._password = stored
         elif self._password is None:
@@ -304,29 +305,17 @@ class Task:
     async def _address(
         self, obj: MiniSGLang, password: str | None, now: float
     ) -> bus.Address | None:
-        service = names.service(obj)
-        if obj.spec.redis.external is None:
-            managed = obj.spec.redis.managed
-            ca = None
-            if managed and managed.tls_secret_name:
-                ca = _secret_value(await self._secret(managed.tls_secret_name, now), "ca.crt")
-            return bus.Address(
-                f"{names.redis(obj)}.{self._namespace}.svc", 6379, service,
-                password=password, tls=bool(managed and managed.tls_secret_name), ca=ca,
-            )  # fmt: skip
-        external = obj.spec.redis.external
-        host, _, port = external.address.rpartition(":")
-        secret = external.password_secret_ref
-        ca_ref = external.ca_secret_ref
+        at = endpoint(obj)
+        managed = obj.spec.redis.external is None
+        host, _, port = at.address.rpartition(":")
         return bus.Address(
-            host.strip("[]"), int(port), service,
-            database=external.database,
-            username=external.username,
-            password=_secret_value(await self._secret(secret.name, now), secret.key)
-            if secret else None,
-            tls=external.tls,
-            ca=_secret_value(await self._secret(ca_ref.name, now), ca_ref.key) if ca_ref else None,
-            managed=False,
+            host.strip("[]"), int(port), names.service(obj),
+            database=at.database,
+            username=at.username,
+            password=password if managed else await self._secret_value(at.password, now),
+            tls=at.tls,
+            ca=await self._secret_value(at.ca, now),
+            managed=managed,
         )  # fmt: skip
 
     async def _close_reader(self) -> None:
@@ -352,10 +341,7 @@ class Task:
                 )  # fmt: skip
                 self._settled.pop(action.key, None)
             elif isinstance(action, DeletePod):
-                log.info(
-                    "deleting pod %s: %s", action.name, action.why,
-                    extra={"namespace": self._namespace, "object": self._name},
-                )  # fmt: skip
+                self._log.info("deleting pod %s: %s", action.name, action.why)
                 await self._kube.delete("Pod", self._namespace, action.name, action.uid)
             else:
                 await self._post(observed, action)
@@ -364,12 +350,12 @@ class Task:
         return replace(
             observed,
             foreign=frozenset(foreign),
-            refused={key: one.refusal for key, one in self._refused.items()},
+            refused=self._refusals(),
         )
 
     async def _apply(self, observed: Observed, manifest: Manifest) -> bool:
         """Apply a child if its live state differs; False if its name is somebody else's."""
-        key, digest, now = Key.of(manifest), _digest(manifest), observed.now
+        key, digest, now = Key.of(manifest), digest_of(manifest), observed.now
         held = self._refused.get(key)
         if held is not None and held.digest == digest and now < held.next_try:
             return True
@@ -382,7 +368,7 @@ class Task:
                 return True  # the server reads it otherwise, and will again
         else:
             there = await self._kube.get(key.kind, self._namespace, key.name)
-            if there is not None and ownership(there, observed.obj) != "ours":
+            if there is not None and not belongs(there, observed.obj):
                 self._foreign[key] = now
                 return False
         try:
@@ -402,7 +388,7 @@ class Task:
             self._cache.put(answer)
         return True
 
-    def _refuse(self, key: Key, digest: int, error: ApiError, observed: Observed) -> None:
+    def _refuse(self, key: Key, digest: str, error: ApiError, observed: Observed) -> None:
         """Note a refusal, and when the same is worth another try."""
         held = self._refused.get(key)
         wait = min(RETRY_MOST, held.wait * 2) if held and held.digest == digest else RETRY_FIRST
@@ -412,10 +398,7 @@ class Task:
             since=held.refusal.since if held else observed.wall,
         )
         self._refused[key] = _Refused(refusal, digest, wait, observed.now + wait)
-        log.warning(
-            "%s %s was refused: %s", key.kind, key.name, error.message,
-            extra={"namespace": self._namespace, "object": self._name},
-        )  # fmt: skip
+        self._log.warning("%s %s was refused: %s", key.kind, key.name, error.message)
 
     async def _post(self, observed: Observed, event: Post) -> None:
         """An Event; the same one at most once in ten minutes. None is worth a failed look."""
@@ -423,7 +406,7 @@ class Task:
         if observed.now - self._posted.get(said, -1e9) < 600:
             return
         self._posted[said] = observed.now
-        stamp = datetime.fromtimestamp(observed.wall, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        stamp = rfc3339(observed.wall)
         obj = observed.obj
         manifest = {
             "apiVersion": "v1",
@@ -445,7 +428,7 @@ class Task:
         try:
             await self._kube.create(manifest)
         except ApiError as error:
-            log.warning("an Event could not be posted: %s", error.message)
+            self._log.warning("an Event could not be posted: %s", error.message)
 
     async def _report(self, found: Manifest, wanted: dict[str, Any]) -> float:
         """Write the status if it changed, at most once a second; seconds to the next look."""
@@ -456,12 +439,12 @@ class Task:
             return wait
         self._status_at = time.monotonic()
         try:
-            answer = await self._kube.apply_status({
+            answer = await self._kube.apply({
                 "apiVersion": api.API_VERSION,
                 "kind": api.KIND,
                 "metadata": {"name": self._name, "namespace": self._namespace},
                 "status": wanted,
-            })  # fmt: skip
+            }, subresource="status")  # fmt: skip
         except ApiError as error:
             if error.status == 404:  # it has just been deleted
                 return RESYNC_SECONDS
@@ -470,16 +453,15 @@ class Task:
         return RESYNC_SECONDS
 
 
-def ownership(child: Manifest, obj: MiniSGLang) -> str:
-    """`ours`, or `foreign`. An orphan with our labels is ours: it is adopted by applying it."""
-    metadata = child["metadata"]
-    for owner in metadata.get("ownerReferences") or []:
-        if owner.get("controller"):
-            return "ours" if owner.get("uid") == obj.uid else "foreign"
-    labels = metadata.get("labels") or {}
+def belongs(child: Manifest, obj: MiniSGLang) -> bool:
+    """Whether a child is this object's. An orphan with our labels is: applying it adopts it."""
+    owner = controller(child)
+    if owner is not None:
+        return owner == obj.uid
+    labels = child["metadata"].get("labels") or {}
     ours = names.common(obj)
     del ours[names.OBJECT_UID]  # an orphan carries that of its former object
-    return "ours" if all(labels.get(k) == v for k, v in ours.items()) else "foreign"
+    return all(labels.get(k) == v for k, v in ours.items())
 
 
 def _secret_value(secret: Manifest | None, key: str) -> str | None:
@@ -492,14 +474,10 @@ def _secret_value(secret: Manifest | None, key: str) -> str | None:
         return None
 
 
-def _digest(value: Any) -> int:
-    return hash(msgspec.json.encode(value, order="sorted"))
-
-
-def _projection(manifest: Manifest, live: Manifest) -> int:
+def _projection(manifest: Manifest, live: Manifest) -> str:
     """A digest of the parts of `live` that `manifest` speaks of."""
     metadata = live.get("metadata", {})
     parts = {key: live.get(key) for key in manifest if key not in ("metadata", "status")}
     parts["labels"] = metadata.get("labels")
     parts["annotations"] = metadata.get("annotations")
-    return _digest(parts)
+    return digest_of(parts)

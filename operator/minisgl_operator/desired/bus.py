@@ -20,6 +20,21 @@ _CA = "/etc/minisgl/redis-ca"
 
 
 @dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where an object's Redis is, and which Secrets open it: for its pods and for the operator."""
+
+    address: str
+    """HOST:PORT."""
+    database: int = 0
+    username: str | None = None
+    tls: bool = False
+    password: tuple[str, str] | None = None
+    """Name of a Secret, and key in it."""
+    ca: tuple[str, str] | None = None
+    """The same; None: the system's authorities."""
+
+
+@dataclass(frozen=True, slots=True)
 class Connection:
     """What a pod needs to speak on the bus."""
 
@@ -28,36 +43,43 @@ class Connection:
     mounts: list[Manifest] = field(default_factory=list)
 
 
+def endpoint(obj: MiniSGLang) -> Endpoint:
+    """The Redis of this object, its own or an external one."""
+    managed, external = obj.spec.redis.managed, obj.spec.redis.external
+    if external is not None:
+        secret, ca = external.password_secret_ref, external.ca_secret_ref
+        return Endpoint(
+            external.address,
+            external.database,
+            external.username,
+            external.tls,
+            password=(secret.name, secret.key) if secret else None,
+            ca=(ca.name, ca.key) if ca else None,
+        )
+    certificate = managed.tls_secret_name if managed else None
+    return Endpoint(
+        f"{names.redis(obj)}.{obj.namespace}.svc:{PORT}",
+        tls=certificate is not None,
+        password=(names.redis(obj), PASSWORD_KEY),
+        ca=(certificate, "ca.crt") if certificate is not None else None,
+    )
+
+
 def connection(obj: MiniSGLang) -> Connection:
     """The bus of this object; the same in all of its pods."""
-    managed, external = obj.spec.redis.managed, obj.spec.redis.external
-    password: tuple[str, str] | None = None
-    ca: tuple[str, str] | None = None
-    if external is not None:
-        user = f"{quote(external.username, safe='')}@" if external.username else ""
-        tls, host, database = external.tls, external.address, external.database
-        if external.password_secret_ref:
-            password = (external.password_secret_ref.name, external.password_secret_ref.key)
-        if external.ca_secret_ref:
-            ca = (external.ca_secret_ref.name, external.ca_secret_ref.key)
-    else:
-        certificate = managed.tls_secret_name if managed else None
-        user, database, tls = "", 0, certificate is not None
-        host = f"{names.redis(obj)}.{obj.namespace}.svc:{PORT}"
-        password = (names.redis(obj), PASSWORD_KEY)
-        if certificate is not None:
-            ca = (certificate, "ca.crt")
+    at = endpoint(obj)
+    user = f"{quote(at.username, safe='')}@" if at.username else ""
     result = Connection(
         {
-            "bus": f"{'rediss' if tls else 'redis'}://{user}{host}/{database}",
-            "bus-password-file": f"{_PASSWORD}/password" if password else None,
-            "bus-ca-file": f"{_CA}/ca.crt" if ca else None,
+            "bus": f"{'rediss' if at.tls else 'redis'}://{user}{at.address}/{at.database}",
+            "bus-password-file": f"{_PASSWORD}/password" if at.password else None,
+            "bus-ca-file": f"{_CA}/ca.crt" if at.ca else None,
             "service": names.service(obj),
         }
     )
     for secret, name, path, file in (
-        (password, "redis-password", _PASSWORD, "password"),
-        (ca, "redis-ca", _CA, "ca.crt"),
+        (at.password, "redis-password", _PASSWORD, "password"),
+        (at.ca, "redis-ca", _CA, "ca.crt"),
     ):
         if secret is not None:
             result.volumes.append(secret_volume(name, secret[0], {secret[1]: file}))
