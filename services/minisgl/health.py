@@ -8,10 +8,10 @@ while the worker serves. With several ranks in one pod each has its own: `live.3
 """
 
 import os
-import time
 from pathlib import Path
 
 from minisgl.config import UsageError
+from minisgl.lifecycle import boot_clock
 
 LIVE_SECONDS = 1
 
@@ -42,7 +42,7 @@ class Health:
         """The worker's loop turns. Raises `OSError`."""
         if self._live is None:
             return
-        now = int(time.clock_gettime(time.CLOCK_BOOTTIME))
+        now = int(boot_clock())
         if now - self._written >= LIVE_SECONDS:
             self._written = now
             # By renaming: a probe that reads in between must not find an empty file.

@@ -12,10 +12,9 @@ import fcntl
 import os
 import re
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 
 from minisgl.cli.flags import Parser, Run
 from minisgl.config import StartError, UsageError
@@ -24,7 +23,6 @@ from minisgl.lifecycle import Lifecycle
 
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-LOCK_POLL_SECONDS = 1.0
 
 
 def add_arguments(parser: Parser) -> Run:
@@ -106,19 +104,12 @@ def _token(path: str | None) -> str | None:
 def _locked(path: Path) -> Iterator[None]:
     """Hold the lock file; the kernel gives it up when its holder dies, however it does."""
     with path.open("a") as file:
-        if not _try_lock(file):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             print(f"another process downloads: waiting for {path}", file=sys.stderr)
-            while not _try_lock(file):
-                time.sleep(LOCK_POLL_SECONDS)
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _try_lock(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 @contextlib.contextmanager
