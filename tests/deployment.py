@@ -72,11 +72,13 @@ class Worker:
                 self.codes.append(code)
                 self._start()
 
-    def signal(self, number: int) -> None:
-        """To the process and all that it started."""
+    def signal(self, number: int) -> bool:
+        """To the process and all that it started; whether it runs."""
         with self._lock:
-            if self._process.poll() is None:
+            runs = self._process.poll() is None
+            if runs:
                 os.killpg(self.pid, number)
+            return runs
 
     def ask_to_end(self) -> None:
         """SIGTERM, and no further start."""

@@ -23,12 +23,21 @@ from tests.deployment import Deployment, T
 Fault = Callable[[Deployment], None]
 
 
+class NotDoneError(Exception):
+    """A worker did not run at this moment, so nothing could be done to it."""
+
+
+def _signal(deployment: Deployment, name: str, number: int) -> None:
+    if not deployment[name].signal(number):
+        raise NotDoneError(f"{name} does not run")
+
+
 def kill(*names: str) -> Fault:
     """SIGKILL to these workers at once."""
 
     def fault(deployment: Deployment) -> None:
         for name in names:
-            deployment[name].signal(signal.SIGKILL)
+            _signal(deployment, name, signal.SIGKILL)
 
     return fault
 
@@ -38,7 +47,7 @@ def terminate(*names: str) -> Fault:
 
     def fault(deployment: Deployment) -> None:
         for name in names:
-            deployment[name].signal(signal.SIGTERM)
+            _signal(deployment, name, signal.SIGTERM)
 
     return fault
 
@@ -47,7 +56,7 @@ def pause(name: str, seconds: float = 2 * T, then: int = signal.SIGCONT) -> Faul
     """Freeze a worker; afterwards it goes on as if nothing had been, or gets another signal."""
 
     def fault(deployment: Deployment) -> None:
-        deployment[name].signal(signal.SIGSTOP)
+        _signal(deployment, name, signal.SIGSTOP)
         time.sleep(seconds)
         deployment[name].signal(then)
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import redis
@@ -24,6 +24,7 @@ import redis
 from tests.deployment import Deployment, T
 from tests.faults import (
     Fault,
+    NotDoneError,
     everything_is_hostile,
     groups_are_destroyed,
     kill,
@@ -287,10 +288,16 @@ class Chaos:
             self._due = self._draw.sample(sorted(FAULTS), len(FAULTS))
         kind = self._due.pop()
         fault = self._draw.choice(FAULTS[kind])
-        self.log.append(f"{time.monotonic() - self._began:6.1f} s {kind}")
-        with contextlib.suppress(redis.RedisError):  # another fault has Redis at this moment
+        at = f"{time.monotonic() - self._began:6.1f} s {kind}"
+        try:
             fault(self._deployment)
-        self.done[kind] += 1
+        except (redis.RedisError, NotDoneError) as error:
+            # An earlier fault still has Redis, or the worker, at this moment: it comes again.
+            self._due.append(kind)
+            self.log.append(f"{at}: not done: {error}")
+        else:
+            self.done[kind] += 1
+            self.log.append(at)
 
 
 def references(urls: list[str]) -> list[Case]:
@@ -356,6 +363,24 @@ def together(parts: list[Counts]) -> Counts:
         total.wrong += part.wrong
         total.errors += part.errors
     return total
+
+
+def test_only_a_fault_that_was_done_counts_and_another_comes_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refusals = [NotDoneError("rank0.0 does not run"), redis.ConnectionError("away"), None]
+
+    def fault(_: Any) -> None:
+        if refusals and (refusal := refusals.pop(0)) is not None:
+            raise refusal
+
+    monkeypatch.setitem(globals(), "FAULTS", {"one": [fault], "two": [fault]})
+    chaos, counted = Chaos(cast(Deployment, None)), []
+    for _ in range(4):
+        chaos._one()
+        counted.append(chaos.done.total())
+    assert counted == [0, 0, 1, 2] and set(chaos.done.values()) == {1}
+    assert [" not done: " in line for line in chaos.log] == [True, True, False, False]
 
 
 @pytest.mark.redis
