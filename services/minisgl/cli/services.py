@@ -20,7 +20,7 @@ from minisgl.cli.serve import MODEL_HELP, add_api_key
 from minisgl.config import EngineConfig, GatewayConfig, ProbedConfig, RankConfig, UsageError
 from minisgl.launch.serve import as_arguments
 from minisgl.launch.supervisor import ChildSpec, Supervisor, minisgl_command
-from minisgl.lifecycle import Lifecycle, set_up_logging
+from minisgl.lifecycle import Lifecycle, end_process, set_up_logging
 
 POD_STOP_SECONDS = 24 * 3600.0
 """Ranks of a pod may finish what they hold; the pod's own grace period ends them."""
@@ -89,11 +89,15 @@ def _add_worker(parser: Parser, cls: type, title: str, with_id: bool = True) -> 
 
 
 def _work(name: str, args: argparse.Namespace, life: Lifecycle, work: Callable[[], int]) -> int:
-    """Run one service with what all of them share."""
+    """Run one service with what all of them share, and end the process with its exit code.
+
+    Returns only by raising, when the start failed.
+    """
     life.handle_signals()
     set_up_logging(name, args.log_format, args.log_level)
     with life.directory(args.bus):
-        return work()
+        code = work()
+    end_process(code)
 
 
 def _run_gateway(args: argparse.Namespace, life: Lifecycle) -> int:
