@@ -83,7 +83,11 @@ def children(observed: Observed) -> list[Manifest]:
 
 
 def _secret(observed: Observed) -> Manifest | None:
-    """Made once; what is in it then is never changed."""
+    """Made once; what is in it then is not changed by the operator.
+
+    Not `immutable`: a kubelet never looks again at such a Secret, so pods that run would not get
+    another password, also when the Secret is made anew.
+    """
     obj = observed.obj
     data: Manifest | None
     if observed.redis_password is not None:
@@ -95,7 +99,6 @@ def _secret(observed: Observed) -> Manifest | None:
     return {
         **parts.child(obj, "v1", "Secret", names.redis(obj), "redis"),
         "type": "Opaque",
-        "immutable": True,
         "data": data,
     }
 
