@@ -19,7 +19,7 @@ if [ -z "${CLUSTER_TOOLS:-}" ] && command -v go >/dev/null; then
     mkdir -p "${tools%/*}"
     # Nothing is done when they are there. Without root or containerd only the API server is needed.
     parts=()
-    [ "$(id -u)" = 0 ] && command -v containerd >/dev/null || parts=(etcd k8s)
+    [ "$(id -u)" = 0 ] && command -v containerd >/dev/null || parts=(etcd k8s helm crds)
     bash tests/cluster/build_tools.sh "$tools" "${parts[@]}" >/dev/null 2>"$tools.log" \
         || skip "what needs a Kubernetes API server: the build of its programs failed, see $tools.log"
 fi

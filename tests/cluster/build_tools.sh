@@ -2,9 +2,9 @@
 # Builds the programs of the test cluster from Go modules: build_tools.sh DIR [PART ...]
 #
 # DIR gets one executable per program, and one stamp per part, so that a part is built again only
-# when its module changed. Parts: etcd k8s helm cni coredns traefik (default: all). Two runs into
-# one DIR wait for each other. Cold on two cores all parts take about 25 minutes; the API server
-# tier needs etcd and k8s only.
+# when its module changed. Parts: etcd k8s helm cni coredns traefik crds (default: all). Two runs
+# into one DIR wait for each other. Cold on two cores all parts take about 25 minutes; the API server
+# tier needs etcd, k8s, helm and crds only.
 set -euo pipefail
 
 dir=$1
@@ -12,6 +12,9 @@ shift
 parts=("$@")
 [ ${#parts[@]} -gt 0 ] || parts=(etcd k8s helm cni coredns traefik crds)
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/tools"
+# Its module requires hundreds of others, which its CRDs don't need: it is no line of a go.mod.
+KEDA=github.com/kedacore/keda/v2@v2.18.0
+KEDA_SUM=h1:ttR223fii/4QJ0YvtrhcWHaEoezByb/t5CeFopjl6EI=
 mkdir -p "$dir"
 exec 9>"$dir/.lock"
 flock 9
@@ -27,19 +30,49 @@ flags_of() {
     esac
 }
 
+# Where a module lies; with a checksum as $2 it must have that one.
+module_folder() {
+    local told
+    told=$(go mod download -json "$1")
+    [ -z "${2:-}" ] || grep -q "\"Sum\": \"$2\"" <<<"$told" || {
+        echo "$1 has another content than the one that was looked at" >&2
+        return 1
+    }
+    sed -n 's/.*"Dir": "\(.*\)".*/\1/p' <<<"$told"
+}
+
+# The types of other projects that objects and the chart use: one folder for each project.
+make_crds() {
+    local new=$dir/.crds.new source name
+    rm -rf "$new"
+    mkdir -p "$new"/{gateway-api,keda,prometheus-operator}
+    # In the version that this Traefik asks for.
+    source=$(cd "$here/traefik" && module_folder sigs.k8s.io/gateway-api)
+    cp "$source"/config/crd/standard/*.yaml "$new/gateway-api/"
+    source=$(cd "$here/crds" && module_folder "$KEDA" "$KEDA_SUM")
+    cp "$source/config/crd/bases/keda.sh_scaledobjects.yaml" "$new/keda/"
+    # This project makes its files from its Go types, as is done here.
+    (cd "$here/crds" && CGO_ENABLED=0 go tool controller-gen crd \
+        paths=github.com/prometheus-operator/prometheus-operator/pkg/apis/monitoring/v1 \
+        "output:crd:dir=$new/all")
+    mv "$new/all/monitoring.coreos.com_servicemonitors.yaml" "$new/prometheus-operator/"
+    rm -r "$new/all"
+    chmod -R u+w "$new"
+    for name in "$new"/*; do
+        rm -rf "$dir/${name##*/}"
+        mv "$name" "$dir/"
+    done
+    rmdir "$new"
+}
+
 for part in "${parts[@]}"; do
     module=$here/$part
-    # The Gateway API's types in the version that this Traefik asks for.
-    [ "$part" != crds ] || module=$here/traefik
-    stamp=$(cat "$module/go.mod" "$module/go.sum" | sha256sum | cut -c1-16)
+    stamp=$({ cat "$module"/go.*; [ "$part" != crds ] || { cat "$here"/traefik/go.*; echo "$KEDA"; }; } \
+        | sha256sum | cut -c1-16)
     [ "$(cat "$dir/.$part" 2>/dev/null)" != "$stamp" ] || continue
     echo "building $part" >&2
     if [ "$part" = crds ]; then
-        source=$(cd "$module" && go mod download -json sigs.k8s.io/gateway-api | sed -n 's/.*"Dir": "\(.*\)".*/\1/p')
-        rm -rf "$dir/gateway-api"
-        mkdir "$dir/gateway-api"
-        cp "$source"/config/crd/standard/*.yaml "$dir/gateway-api/"
-        chmod -R u+w "$dir/gateway-api"
+        make_crds
         echo "$stamp" >"$dir/.$part"
         continue
     fi

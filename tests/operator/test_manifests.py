@@ -10,20 +10,12 @@ from minisgl_operator.drift import differs
 from minisgl_operator.observed import Manifest
 from tests.cluster.apiserver import ApiServer
 from tests.cluster.kubectl import KubectlError
-from tests.cluster.programs import tools_dir
 from tests.unit.operator.cases import CASES, all_of, observe
 
 CRD = Path(__file__).parents[2] / "helm/minisglang/templates/crd.yaml"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def gateway_api(api_server: ApiServer) -> None:
-    """The cluster knows HTTPRoute."""
-    types = tools_dir() / "gateway-api" / "gateway.networking.k8s.io_httproutes.yaml"
-    if not types.exists():
-        pytest.skip(f"{types} is missing: run `make cluster-tools`")
-    api_server.kubectl.apply(types)
-    api_server.kubectl("wait", "--for=condition=Established", "-f", str(types))
+pytestmark = pytest.mark.usefixtures("foreign_types")
 
 
 def children(case: str, namespace: str) -> list[Manifest]:

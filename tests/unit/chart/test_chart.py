@@ -15,8 +15,10 @@ from minisgl.gateway.metrics import Metrics as GatewayMetrics
 from minisgl_operator.main import read_settings
 from minisgl_operator.metrics import Metrics as OperatorMetrics
 from tests.cluster.programs import Unavailable, find
+from tests.unit.operator.cases import CASES, all_of
 
-CHART = Path(__file__).resolve().parents[3] / "helm" / "minisglang"
+ROOT = Path(__file__).resolve().parents[3]
+CHART = ROOT / "helm" / "minisglang"
 
 
 @pytest.fixture(scope="module")
@@ -121,9 +123,20 @@ def test_the_chart_templates_nothing_that_an_autoscaler_or_the_operator_owns(hel
     assert "MiniSGLang" not in kinds
 
 
-def test_every_metric_of_the_dashboard_exists(helm: str) -> None:
-    board = json.loads((CHART / "dashboard.json").read_text())
-    asked = set(re.findall(r"\b(minisgl_\w+)", json.dumps(board)))
+@pytest.mark.parametrize("case", CASES)
+def test_prometheus_finds_the_gateways_of_every_object(helm: str, case: str) -> None:
+    monitors = of_kind(template(helm, "serviceMonitor.create=true"), "ServiceMonitor")
+    (spec,) = (one["spec"] for one in monitors if one["metadata"]["name"].endswith("-gateways"))
+    wanted = spec["selector"]["matchLabels"].items()
+    services = of_kind(all_of(CASES[case]), "Service")
+    (found,) = (one for one in services if wanted <= one["metadata"]["labels"].items())
+    assert spec["endpoints"][0]["port"] in [port["name"] for port in found["spec"]["ports"]]
+
+
+def test_every_metric_of_dashboard_and_examples_exists(helm: str) -> None:
+    board = (CHART / "dashboard.json").read_text()
+    scaler = (ROOT / "examples" / "07-keda" / "minisglang.yaml").read_text()
+    asked = set(re.findall(r"\b(minisgl_\w+)", json.dumps(json.loads(board)) + scaler))
     text = GatewayMetrics(list, lambda: 0, lambda: [("rank", "g0/0", 0)]).exposition()
     text += OperatorMetrics().text()
     there = {line.split("{")[0].split(" ")[0] for line in text.decode().splitlines()}
