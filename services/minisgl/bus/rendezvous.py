@@ -242,10 +242,11 @@ def interface_address(name: str) -> str:
     return socket.inet_ntoa(packed[20:24])
 
 
-def free_ports(host: str, port_range: str | None, count: int) -> list[int]:
-    """So many ports that nobody listens on, of `A-B` or anywhere. Raises `UsageError`.
+def listeners(host: str, port_range: str | None, count: int) -> list[socket.socket]:
+    """So many sockets that listen on ports of `A-B`, or anywhere. Raises `UsageError`.
 
-    They are free now and may be taken by somebody else next: who binds one tries again then.
+    They listen from the start, and are handed over to who serves there: a port that was only found
+    to be free may be taken by another group of the host before it is used.
     """
     candidates: Any = [0] * count
     if port_range is not None:
@@ -256,20 +257,15 @@ def free_ports(host: str, port_range: str | None, count: int) -> list[int]:
             raise UsageError(
                 f"--port-range must be A-B, such as 29500-29599: {port_range!r}"
             ) from None
-    found: list[int] = []
-    held: list[socket.socket] = []
-    try:
-        for port in candidates:
-            probe = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-            held.append(probe)
-            try:
-                probe.bind((host, port))
-            except OSError:
-                continue
-            found.append(probe.getsockname()[1])
-            if len(found) == count:
-                return found
-    finally:
-        for probe in held:
-            probe.close()
+    found: list[socket.socket] = []
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in candidates:
+        try:
+            found.append(socket.create_server((host, port), family=family))
+        except OSError:
+            continue
+        if len(found) == count:
+            return found
+    for one in found:
+        one.close()
     raise UsageError(f"--port-range {port_range} has no {count} free ports on {host}")

@@ -1,6 +1,7 @@
 """Communication over TCP with Gloo: on CPUs, and for host values anywhere."""
 
 import re
+import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -28,18 +29,20 @@ class GlooCommunicator(Communicator):
         size: int,
         timeout: float,
         host: str | None = None,
+        listener: socket.socket | None = None,
     ) -> None:
         """Waits until all ranks are there.
 
         `init_method` is `file:///path` of a file that does not exist yet, or `tcp://host:port`
         where rank 0 listens. `timeout` in seconds holds for the meeting and for each later call.
         `host` is the address that peers reach this rank at; None: what GLOO_SOCKET_IFNAME or the
-        host's name say. `StartError` if the ranks do not meet.
+        host's name say. `listener`: what listens at rank 0's address already; it is taken over.
+        `StartError` if the ranks do not meet.
         """
         self.rank, self.size = rank, size
         self._timeout = timedelta(seconds=timeout)
         try:
-            self._store = _store(init_method, rank, size, self._timeout)
+            self._store = _store(init_method, rank, size, self._timeout, listener)
             options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = self._timeout
             options._devices = [
@@ -94,14 +97,16 @@ def _cause(error: Exception) -> str:
     return re.sub(r"^\[\S*:\d+\] ", "", line).split(". ")[0]
 
 
-def _store(init_method: str, rank: int, size: int, timeout: timedelta) -> Any:
+def _store(
+    init_method: str, rank: int, size: int, timeout: timedelta, listener: socket.socket | None
+) -> Any:
     parts = urlsplit(init_method)
     if parts.scheme == "file":
         store: Any = c10d.FileStore(str(Path(parts.path)), size)
     elif parts.scheme == "tcp" and parts.hostname and parts.port:
         store = c10d.TCPStore(
             parts.hostname, parts.port, size, is_master=rank == 0, timeout=timeout,
-            wait_for_workers=False,
+            wait_for_workers=False, master_listen_fd=listener.detach() if listener else None,
         )  # fmt: skip
     else:
         raise ValueError("the address must be file:///path or tcp://host:port")

@@ -157,7 +157,7 @@ class LLM:
         directory = RunDirectory.create()
         self._closers.callback(directory.release)
         self._children = self._start_ranks(f"ipc://{directory.path}", size)
-        comm, endpoint = self._while_ranks_live(
+        comm, place = self._while_ranks_live(
             lambda: LocalMembers(directory.path, GROUP, 0, size).meet(0)
         )
         self._closers.callback(comm.close)
@@ -166,7 +166,7 @@ class LLM:
         self._collector = Collector(self._tokenizer)
         self._scheduler = Scheduler(self.config, engine, self._collector)
         self._collector.scheduler = self._scheduler
-        self._feed: Feed = make_feed(comm, endpoint, PATIENCE_SECONDS)
+        self._feed: Feed = make_feed(comm, place, PATIENCE_SECONDS)
         self._closers.callback(self._feed.close)
         comm.barrier()
         self._closers.callback(self._stop_ranks)

@@ -5,14 +5,16 @@ before the group was complete.
 """
 
 import logging
+import socket
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from minisgl.bus.base import REPLACED_CODE, BusError, ReplacedError
-from minisgl.bus.rendezvous import Meeting, Rendezvous, free_ports, local_address
+from minisgl.bus.rendezvous import Meeting, Rendezvous, listeners, local_address
 from minisgl.config import RankConfig, StartError
 from minisgl.distributed import Communicator, SingleRank
+from minisgl.scheduler.feed import FeedPlace
 from minisgl.scheduler.group import PATIENCE_SECONDS, Members, check_rank
 from minisgl.scheduler.watchdog import FORMING_CODE, leave
 
@@ -35,6 +37,8 @@ class RedisMembers(Members):
         self._boot = boot
         self._meeting: Meeting | None = None
         self._forming = True
+        self._listeners: list[socket.socket] = []
+        """Rank 0: of the store and of the feed, until these take them over."""
         self._rendezvous = Rendezvous(
             config.bus,
             config.service,
@@ -46,10 +50,12 @@ class RedisMembers(Members):
             ca_file=config.bus_ca_file,
         )
 
-    def meet(self, incarnation: int) -> tuple[Communicator, str]:
+    def meet(self, incarnation: int) -> tuple[Communicator, FeedPlace]:
         meeting = self._open(incarnation) if self._rank == 0 else self._join()
         self._meeting = meeting
-        feed = f"tcp://{_bracketed(meeting.host)}:{meeting.feed_port}"
+        store_listener, feed_listener = self._listeners or (None, None)
+        endpoint = f"tcp://{_bracketed(meeting.host)}:{meeting.feed_port}"
+        feed = FeedPlace(endpoint, feed_listener)
         if self._size == 1:
             return SingleRank(), feed
         from minisgl.distributed.gloo import GlooCommunicator
@@ -61,7 +67,9 @@ class RedisMembers(Members):
         else:
             here = local_address(meeting.host, meeting.store_port)
         store = f"tcp://{_bracketed(meeting.host)}:{meeting.store_port}"
-        comm = GlooCommunicator(store, self._rank, self._size, PATIENCE_SECONDS, host=here)
+        comm = GlooCommunicator(
+            store, self._rank, self._size, PATIENCE_SECONDS, host=here, listener=store_listener
+        )
         return comm, feed
 
     def formed(self) -> None:
@@ -85,10 +93,15 @@ class RedisMembers(Members):
 
     def close(self) -> None:
         self._rendezvous.close()
+        for one in self._listeners:
+            one.close()
 
     def _open(self, incarnation: int) -> Meeting:
         host = self._rendezvous.address(self._config.interface)
-        store_port, feed_port = free_ports(host, self._config.port_range, 2)
+        store_port = feed_port = 0  # a group of one listens nowhere
+        if self._size > 1:
+            self._listeners = listeners(host, self._config.port_range, 2)
+            store_port, feed_port = (one.getsockname()[1] for one in self._listeners)
         meeting = Meeting(incarnation, host, store_port, feed_port)
         if not self._patiently(lambda: self._rendezvous.open(meeting, self._boot)):
             raise StartError(f"another rank 0 of group {self._config.group} starts at this moment")

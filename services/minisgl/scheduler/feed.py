@@ -5,6 +5,8 @@ bytes as they are; every rank decodes them for itself. The number is what keeps 
 a rank that waits for it knows that nothing of this step is missing.
 """
 
+import socket
+from dataclasses import dataclass
 from typing import Protocol
 
 import zmq
@@ -13,6 +15,15 @@ from minisgl.config import StartError
 from minisgl.distributed import Communicator
 
 _STOP = -1
+
+
+@dataclass(frozen=True, slots=True)
+class FeedPlace:
+    """Where rank 0 publishes."""
+
+    endpoint: str
+    listener: socket.socket | None = None
+    """Rank 0: what listens there already, if it does. It is taken over."""
 
 
 class Feed(Protocol):
@@ -38,9 +49,9 @@ class SingleFeed:
 class PubSubFeed:
     """Rank 0 publishes; the others subscribe. Made by all ranks at the same time."""
 
-    def __init__(self, comm: Communicator, endpoint: str, timeout: float) -> None:
+    def __init__(self, comm: Communicator, place: FeedPlace, timeout: float) -> None:
         """Returns when every rank is connected; `StartError` after `timeout` seconds."""
-        self._comm = comm
+        self._comm, endpoint = comm, place.endpoint
         self._context = zmq.Context()
         kind = zmq.XPUB if comm.rank == 0 else zmq.SUB
         self._socket = self._context.socket(kind)
@@ -51,6 +62,8 @@ class PubSubFeed:
         if comm.rank == 0:
             # Else only the first of equal subscriptions is reported.
             self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)
+            if place.listener is not None:
+                self._socket.setsockopt(zmq.USE_FD, place.listener.detach())
             self._socket.bind(endpoint)
             comm.barrier()
             # A subscriber that is not connected yet would miss the first steps.
@@ -77,6 +90,6 @@ class PubSubFeed:
         self._context.destroy(linger=0)
 
 
-def make_feed(comm: Communicator, endpoint: str, timeout: float) -> Feed:
-    """This rank's end; rank 0 listens at `endpoint`. Made by all ranks at the same time."""
-    return SingleFeed() if comm.size == 1 else PubSubFeed(comm, endpoint, timeout)
+def make_feed(comm: Communicator, place: FeedPlace, timeout: float) -> Feed:
+    """This rank's end. Made by all ranks at the same time."""
+    return SingleFeed() if comm.size == 1 else PubSubFeed(comm, place, timeout)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from minisgl.config import UsageError
 from minisgl.distributed import Communicator, SingleRank
+from minisgl.scheduler.feed import FeedPlace
 
 PATIENCE_SECONDS = 7 * 24 * 3600.0
 """How long ranks wait for each other once they have met: a peer that is gone shows as a closed
@@ -20,8 +21,8 @@ class Members(ABC):
     """One rank's membership in its group."""
 
     @abstractmethod
-    def meet(self, incarnation: int) -> tuple[Communicator, str]:
-        """Wait for all ranks: the way to talk to them, and the feed's endpoint.
+    def meet(self, incarnation: int) -> tuple[Communicator, FeedPlace]:
+        """Wait for all ranks: the way to talk to them, and where the feed is.
 
         Only rank 0's `incarnation` counts. Raises `StartError`.
         """
@@ -43,8 +44,8 @@ class LocalMembers(Members):
         check_rank(rank, size)
         self._directory, self._group, self._rank, self._size = directory, group, rank, size
 
-    def meet(self, incarnation: int) -> tuple[Communicator, str]:
-        feed = f"ipc://{self._directory}/feed.{self._group}"
+    def meet(self, incarnation: int) -> tuple[Communicator, FeedPlace]:
+        feed = FeedPlace(f"ipc://{self._directory}/feed.{self._group}")
         if self._size == 1:
             return SingleRank(), feed
         from minisgl.distributed.gloo import GlooCommunicator

@@ -81,7 +81,7 @@ def run_engine(
             starting.enter_context(ends_at_once(stop))
             bus.start(receives=first)
         bus.publish_state(state(None))
-        comm, endpoint = members.meet(incarnation)
+        comm, place = members.meet(incarnation)
         engine = make_engine(config.engine, comm)
         incarnation = comm.broadcast_int(incarnation)
         rows = config.engine.max_running_requests + 1
@@ -99,7 +99,7 @@ def run_engine(
         scheduler = Scheduler(settings, engine, sink or NullSink(), on_kept)
         if sink is not None:
             sink.scheduler = scheduler
-        feed = make_feed(comm, endpoint, PATIENCE_SECONDS)
+        feed = make_feed(comm, place, PATIENCE_SECONDS)
         rank = Rank(
             scheduler,
             feed,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from minisgl.bus.base import ReplacedError
-from minisgl.bus.rendezvous import Meeting, Rendezvous, free_ports, interface_address, local_address
+from minisgl.bus.rendezvous import Meeting, Rendezvous, interface_address, listeners, local_address
 from minisgl.config import StartError, UsageError
 from minisgl.messages import WorkerState, encode_state
 from tests.redis_server import RedisServer
@@ -118,17 +118,22 @@ def test_a_rank_that_was_started_anew_while_the_group_forms_is_named(server: Red
         assert first.started_anew() == want
 
 
-def test_ports_come_from_the_range_and_a_taken_one_is_passed_over() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+def test_ports_come_from_the_range_and_are_held_from_the_start() -> None:
+    """H01: what one group has, another one of the host passes over."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        found = free_ports("127.0.0.1", f"{port}-{port + 40}", 2)
-        assert port not in found and all(port < p <= port + 40 for p in found)
+        held = [listeners("127.0.0.1", f"{port}-{port + 40}", 2) for _ in range(2)]
+        ports = [one.getsockname()[1] for pair in held for one in pair]
+        assert len(set(ports)) == 4 and all(port < p <= port + 40 for p in ports)
+        for number in ports:
+            socket.create_connection(("127.0.0.1", number), 5).close()
         with pytest.raises(UsageError, match="no 1 free ports"):
-            free_ports("127.0.0.1", f"{port}-{port}", 1)
-    assert len(set(free_ports("127.0.0.1", None, 2))) == 2
+            listeners("127.0.0.1", f"{port}-{port}", 1)
+    anywhere = listeners("127.0.0.1", None, 2)
+    for one in [*held[0], *held[1], *anywhere]:
+        one.close()
     with pytest.raises(UsageError, match="must be A-B"):
-        free_ports("127.0.0.1", "many", 1)
+        listeners("127.0.0.1", "many", 1)
 
 
 def test_the_address_is_that_of_the_interface_or_of_the_way() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from minisgl.distributed import SingleRank
-from minisgl.scheduler.feed import Feed, SingleFeed, make_feed
+from minisgl.scheduler.feed import Feed, FeedPlace, SingleFeed, make_feed
 
 
 class _Threads(SingleRank):
@@ -35,7 +35,9 @@ def test_every_rank_gets_every_entry_of_every_step(size: int, tmp_path: Path) ->
     seen: dict[int, list[list[bytes] | None]] = {}
 
     def rank(number: int) -> None:
-        feed: Feed = make_feed(_Threads(number, size, barrier, box), f"ipc://{tmp_path}/feed", 10)
+        feed: Feed = make_feed(
+            _Threads(number, size, barrier, box), FeedPlace(f"ipc://{tmp_path}/feed"), 10
+        )
         mine = [feed.exchange(step if number == 0 else None) for step in steps]
         mine.append(feed.exchange(None))
         seen[number] = mine
@@ -51,7 +53,7 @@ def test_every_rank_gets_every_entry_of_every_step(size: int, tmp_path: Path) ->
 
 
 def test_a_group_of_one_needs_no_socket(tmp_path: Path) -> None:
-    feed = make_feed(SingleRank(), f"ipc://{tmp_path}/feed", 1)
+    feed = make_feed(SingleRank(), FeedPlace(f"ipc://{tmp_path}/feed"), 1)
     assert isinstance(feed, SingleFeed)
     assert feed.exchange([b"x"]) == [b"x"] and feed.exchange(None) is None
     assert not list(tmp_path.iterdir())
