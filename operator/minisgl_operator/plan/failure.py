@@ -25,6 +25,7 @@ _CONSEQUENCES = ("PeerLost", "Replaced", "PeerRestarted")
 """Ends of a rank that another one caused."""
 _EVICTIONS = {"PreemptionByScheduler": "Preempted", "DeletionByTaintManager": "NodeTainted"}
 _ERROR_LINE = re.compile(r"^(?!\s)[\w.]*(Error|Exception|Interrupt|Exit)\b.*", re.MULTILINE)
+_CALM_LINE = re.compile(r"""^.*\blevel"?[=:]\s*"?(debug|info|warning)\b.*$""", re.I | re.MULTILINE)
 _ERROR_WORD = re.compile(r"^.*\b(error|fatal|failed|cannot|out of memory)\b.*", re.I | re.MULTILINE)
 
 
@@ -41,8 +42,8 @@ class Ending:
 
 def first_line(text: str) -> str:
     """The line of a termination message that says most: the exception's own, not the stack above
-    it, and not what was logged after it."""
-    found = _ERROR_LINE.search(text) or _ERROR_WORD.search(text)
+    it, and not what was logged after it, nor a warning on the way there."""
+    found = _ERROR_LINE.search(text) or _ERROR_WORD.search(_CALM_LINE.sub("", text))
     if found:
         return found[0].strip()[:MESSAGE_CHARACTERS]
     lines = [line.strip() for line in text.splitlines() if line.strip()]
