@@ -1,14 +1,18 @@
 """The CRD as users meet it: what it refuses, what it explains, and how it outlives its chart."""
 
 import json
+import re
 import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.cluster.apiserver import ApiServer
 from tests.cluster.programs import find
-from tests.operator.running import RELEASE_NAMESPACE, install_chart
+from tests.operator.running import CHART, RELEASE_NAMESPACE, install_chart
 
 URI = "hf://org/model"
 
@@ -79,14 +83,66 @@ def test_the_schema_refuses_and_names_the_reason(crd: ApiServer, namespace: str,
     assert reason in done.stderr
 
 
-def test_kubectl_explain_describes_every_field_of_the_spec(crd: ApiServer) -> None:
-    crd_object = json.loads(crd.kubectl("get", "crd", "minisglangs.minisglang.io", "-o", "json"))
-    (version,) = crd_object["spec"]["versions"]
-    spec = version["schema"]["openAPIV3Schema"]["properties"]["spec"]
-    told = kubectl(crd, "explain", "minisglang.spec").stdout
-    for field, schema in spec["properties"].items():
-        assert f"  {field}\t" in told
-        assert schema["description"].split()[0] in told
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("q" * 41, "name must be at most 40 characters"), ("7b", "must be a DNS-1035 label")],
+)
+def test_h58_a_name_that_children_cannot_have_is_refused(
+    crd: ApiServer, namespace: str, name: str, reason: str
+) -> None:
+    one = minisglang({}) | {"metadata": {"name": name}}
+    done = kubectl(crd, "create", "--dry-run=server", "-n", namespace, "-f", "-", obj=one)
+    assert done.returncode != 0
+    assert reason in done.stderr
+
+
+def test_h59_objects_are_taken_refused_and_deleted_without_a_webhook_or_an_operator(
+    crd: ApiServer, namespace: str
+) -> None:
+    hooks = "validatingwebhookconfigurations,mutatingwebhookconfigurations"
+    assert crd.kubectl.get(hooks)["items"] == []
+    types = crd.kubectl.get("crd", "minisglangs.minisglang.io")
+    assert types["spec"]["conversion"] == {"strategy": "None"}
+    assert create(crd, namespace, {}).returncode == 0
+    assert create(crd, namespace, {"replicas": -1}).returncode != 0
+    assert kubectl(crd, "delete", "minisglang", "qwen", "-n", namespace).returncode == 0
+
+
+def fields(schema: dict[str, Any], path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each object below a path with the fields it has, that of a list's items included."""
+    properties = schema.get("items", schema).get("properties", {})
+    if properties:
+        yield path, properties
+    for name, below in properties.items():
+        yield from fields(below, f"{path}.{name}")
+
+
+@pytest.mark.parametrize("part", ["spec", "status"])
+def test_kubectl_explain_says_of_every_field_what_the_contract_says(
+    crd: ApiServer, part: str
+) -> None:
+    contract = yaml.safe_load((CHART / "templates" / "crd.yaml").read_text())
+    (version,) = contract["spec"]["versions"]
+    schema = version["schema"]["openAPIV3Schema"]["properties"][part]
+    found = dict(fields(schema, f"minisglang.{part}"))
+    with ThreadPoolExecutor(4) as threads:
+        explain = list(threads.map(lambda path: kubectl(crd, "explain", path).stdout, found))
+    for (path, properties), told in zip(found.items(), explain, strict=True):
+        text = " ".join(told.split())
+        for name, field in properties.items():
+            described = " ".join(field["description"].split())
+            assert len(described) > 4 and described.lower() != f"{name.lower()}."
+            head = rf" {re.escape(name)} <\S+>( -required-)? (enum: \S+(, \S+)* )?"
+            assert re.search(head + re.escape(described), text), f"{path}.{name}: {described}"
+
+
+def test_kubectl_explain_shows_the_whole_tree_of_the_spec(crd: ApiServer) -> None:
+    contract = yaml.safe_load((CHART / "templates" / "crd.yaml").read_text())
+    schema = contract["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    wanted = [name for _, properties in fields(schema, "spec") for name in properties]
+    told = kubectl(crd, "explain", "minisglang.spec", "--recursive").stdout
+    shown = re.findall(r"^ +(\w+)\t<", told, re.MULTILINE)
+    assert sorted(shown) == sorted(wanted)
 
 
 def test_an_object_outlives_the_chart_and_a_reinstall_adopts_its_crd(
