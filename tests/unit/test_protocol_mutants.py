@@ -122,6 +122,11 @@ def says_nothing_of_what_it_holds(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ReplySink, "audit", lambda self, states: None)
 
 
+def hears_no_audit(patch: pytest.MonkeyPatch) -> None:
+    """The gateway takes a request that waits for its turn for one that was lost."""
+    patch.setattr(Requests, "audit", lambda self, msg, now: None)
+
+
 def separates_the_end(patch: pytest.MonkeyPatch) -> None:
     """The end of an output comes without the token that it came with."""
     real = DetokenizerCore._advance
@@ -156,7 +161,7 @@ def asks_again_for_the_whole(patch: pytest.MonkeyPatch) -> None:
 MUTANTS: list[Mutate] = [
     takes_beyond_a_gap, takes_twice, ignores_text_at, binds_no_computation,
     opens_without_earlier_output, detokenizes_beyond_a_gap,
-    forgets_the_output, says_nothing_of_what_it_holds, separates_the_end,
+    forgets_the_output, says_nothing_of_what_it_holds, hears_no_audit, separates_the_end,
     never_notices_silence, asks_again_for_the_whole,
 ]  # fmt: skip
 

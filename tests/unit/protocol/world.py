@@ -21,7 +21,7 @@ from minisgl.tokenizer.worker import TokenizerCore
 from ..scheduler.model_engine import EOS, VOCAB, expected, next_token
 from ..small_tokenizers import SPECIALS, wrap
 from .bus import SimBus
-from .workers import Gateway, Group, Pipe, Worker
+from .workers import ROWS, Gateway, Group, Pipe, Worker
 
 SILENCE = 6.0
 """T, in virtual seconds."""
@@ -31,6 +31,10 @@ STEP_SECONDS = 0.03
 """Most virtual time between two actions: a worker has its turn several times a second."""
 QUIET_SECONDS = 0.8
 """The same while nobody has anything to do, and all have their turn."""
+CROWDED_SECONDS = 2 * SILENCE + 2
+"""So long a request waits that finds a crowd: nothing but audits says that it is not lost."""
+ENDLESS = SamplingParams(max_tokens=4000, ignore_eos=True)
+"""More than time allows."""
 LIMIT_SECONDS = 400.0
 """By then all that was asked must be answered and forgotten."""
 
@@ -135,6 +139,8 @@ class World:
         self._salted = self.random.random() < 0.5
         self._endless = self.random.random() < 0.3
         """Who leaves had asked for more than time allows: only an abort ends it."""
+        self._crowded = not self.faults and self.random.random() < 0.1
+        """The first clients take every row for longer than anything may be silent: others wait."""
         self._overlap = self.random.random() < 0.5
         self._boots = 0
         self._away_until = 0.0
@@ -147,6 +153,8 @@ class World:
         for name in self._names():
             self._start(name)
         self.clients = [self._client(i) for i in range(self.random.randint(1, 5))]
+        if self._crowded:
+            self._crowd()
 
     def _names(self) -> list[str]:
         groups = ["g0"] if self.random.random() < 0.7 else ["g0", "g1"]
@@ -187,7 +195,7 @@ class World:
                 boot,
                 salt=salt,
                 overlap=self._overlap,
-                length=4096 if self._endless else 32,
+                length=4096 if self._endless or self._crowded else 32,
             )
 
     def _salt(self, incarnation: int) -> int:
@@ -218,10 +226,19 @@ class World:
         asks_at = self.now + 1 + r.random() * FAULTY_SECONDS * r.random()
         leaves_at = asks_at + 4 * r.random() if r.random() < 0.15 else float("inf")
         if self._endless and leaves_at < float("inf"):
-            sampling = SamplingParams(max_tokens=4000, ignore_eos=True)
+            sampling = ENDLESS
         return Client(
             number, prompt, text, sampling, f"gw{r.randrange(2)}", self._salt, asks_at, leaves_at
         )
+
+    def _crowd(self) -> None:
+        """As many more clients as there are rows, who come first and stay."""
+        groups = sum(isinstance(worker, Group) for worker in self.workers.values())
+        for number in range(len(self.clients), len(self.clients) + ROWS * groups):
+            client = self._client(number)
+            client.sampling, client.asks_at = ENDLESS, self.now + 1
+            client.leaves_at = self.now + 2 + CROWDED_SECONDS
+            self.clients.insert(0, client)
 
     # --- the run --------------------------------------------------------------------------------
 
