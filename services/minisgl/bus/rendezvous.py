@@ -6,7 +6,6 @@ Everybody else learns here which incarnation of the group is the present one.
 """
 
 import socket
-import struct
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ import redis
 from redis.exceptions import RedisError, ResponseError
 
 from minisgl.bus.base import BusError, ReplacedError
+from minisgl.bus.network import Network, Nic, loopback, this_host
 from minisgl.bus.redis import ANSWER_SECONDS, connection_arguments, log_foreign, wrong_type
 from minisgl.config import StartError, UsageError
 from minisgl.messages import decode_state
@@ -64,7 +64,10 @@ class Rendezvous:
         silence: float,
         password_file: str | None = None,
         ca_file: str | None = None,
+        network: Network | None = None,
     ) -> None:
+        """`network` is the host's; None: as it is now."""
+        self._network = network or this_host()
         arguments = connection_arguments(url, password_file, ca_file)
         self._client = redis.Redis(**arguments, socket_timeout=ANSWER_SECONDS)
         self._bus_host = (str(arguments.get("host", "localhost")), int(arguments.get("port", 6379)))
@@ -145,9 +148,11 @@ class Rendezvous:
         held = self._read().get("incarnation")
         return int(held, 16) if held else None
 
-    def address(self, interface: str | None) -> str:
-        """The address that rank 0 gives the others: that of `interface`, or of the way to Redis."""
-        return interface_address(interface) if interface else local_address(*self._bus_host)
+    def nic(self, interface: str | None, way: tuple[str, int] | None = None) -> Nic:
+        """`interface`, else that of the `way` to a host and port: by default that to Redis."""
+        if interface:
+            return self._network.called(interface)
+        return self._network.towards(*(way or self._bus_host))
 
     def close(self) -> None:
         """Let go of the connection."""
@@ -165,6 +170,8 @@ class Rendezvous:
             return f"another process has joined as rank {rank}"
         if not held.get("host"):
             return "rank 0 gave an empty address"
+        if loopback(held["host"]) and not self._network.towards(*self._bus_host).loopback:
+            return f"rank 0 gave {held['host']}, which is its host's own: give it --interface"
         return ""
 
     def _joined(self, held: dict[str, str], rank: int, boot: int) -> bool:
@@ -213,33 +220,6 @@ def _shown_boot(data: bytes) -> str | None:
         return f"{decode_state(data).boot:016x}"
     except ValueError:
         return None
-
-
-def local_address(host: str, port: int) -> str:
-    """This machine's address on the way to a host. Nothing is sent."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise StartError(f"there is no way to {host}: {error}; give --interface") from None
-
-
-def interface_address(name: str) -> str:
-    """The IPv4 address of a network interface. Raises `UsageError` that lists the interfaces."""
-    import fcntl
-
-    siocgifaddr = 0x8915
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            packed = fcntl.ioctl(probe.fileno(), siocgifaddr, struct.pack("256s", name.encode()))
-        except OSError:
-            known = ", ".join(known for _, known in socket.if_nameindex())
-            raise UsageError(
-                f"--interface {name!r} has no IPv4 address on this host; there are: {known}"
-            ) from None
-    return socket.inet_ntoa(packed[20:24])
 
 
 def listeners(host: str, port_range: str | None, count: int) -> list[socket.socket]:

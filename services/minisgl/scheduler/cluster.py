@@ -5,13 +5,15 @@ before the group was complete.
 """
 
 import logging
+import os
 import socket
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from minisgl.bus.base import REPLACED_CODE, BusError, ReplacedError
-from minisgl.bus.rendezvous import Meeting, Rendezvous, listeners, local_address
+from minisgl.bus.network import Network, tell_libraries
+from minisgl.bus.rendezvous import Meeting, Rendezvous, listeners
 from minisgl.config import RankConfig, StartError
 from minisgl.distributed import Communicator, SingleRank
 from minisgl.scheduler.feed import FeedPlace
@@ -29,7 +31,8 @@ START_SECONDS = 1800.0
 class RedisMembers(Members):
     """Ranks that find each other through Redis, on any hosts."""
 
-    def __init__(self, config: RankConfig, boot: int) -> None:
+    def __init__(self, config: RankConfig, boot: int, network: Network | None = None) -> None:
+        """`network` is the host's; None: as it is now."""
         self._size = config.engine.tensor_parallel_size
         check_rank(config.tp_rank, self._size)
         self._config = config
@@ -48,6 +51,7 @@ class RedisMembers(Members):
             silence=config.heartbeat_timeout_seconds,
             password_file=config.bus_password_file,
             ca_file=config.bus_ca_file,
+            network=network,
         )
 
     def meet(self, incarnation: int) -> tuple[Communicator, FeedPlace]:
@@ -60,12 +64,9 @@ class RedisMembers(Members):
             return SingleRank(), feed
         from minisgl.distributed.gloo import GlooCommunicator
 
-        if self._rank == 0:
-            here = meeting.host
-        elif self._config.interface:
-            here = self._rendezvous.address(self._config.interface)
-        else:
-            here = local_address(meeting.host, meeting.store_port)
+        here = (
+            meeting.host if self._rank == 0 else self._address((meeting.host, meeting.store_port))
+        )
         store = f"tcp://{_bracketed(meeting.host)}:{meeting.store_port}"
         comm = GlooCommunicator(
             store, self._rank, self._size, PATIENCE_SECONDS, host=here, listener=store_listener
@@ -97,7 +98,7 @@ class RedisMembers(Members):
             one.close()
 
     def _open(self, incarnation: int) -> Meeting:
-        host = self._rendezvous.address(self._config.interface)
+        host = self._address()
         store_port = feed_port = 0  # a group of one listens nowhere
         if self._size > 1:
             self._listeners = listeners(host, self._config.port_range, 2)
@@ -106,6 +107,14 @@ class RedisMembers(Members):
         if not self._patiently(lambda: self._rendezvous.open(meeting, self._boot)):
             raise StartError(f"another rank 0 of group {self._config.group} starts at this moment")
         return meeting
+
+    def _address(self, way: tuple[str, int] | None = None) -> str:
+        """That of this rank for the others, on the `way` to rank 0; rank 0's own: to Redis."""
+        asked = self._config.interface
+        nic = self._rendezvous.nic(asked, way)
+        tell_libraries(nic, os.environ, asked=bool(asked))
+        _log.info("ranks meet on interface=%s address=%s", nic.name or "unknown", nic.address)
+        return nic.address
 
     def _join(self) -> Meeting:
         return self._rendezvous.join(self._rank, self._boot, seconds=START_SECONDS)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from minisgl.bus.base import ReplacedError
-from minisgl.bus.rendezvous import Meeting, Rendezvous, interface_address, listeners, local_address
+from minisgl.bus.rendezvous import Meeting, Rendezvous, listeners
 from minisgl.config import StartError, UsageError
 from minisgl.messages import WorkerState, encode_state
 from tests.redis_server import RedisServer
@@ -136,10 +136,9 @@ def test_ports_come_from_the_range_and_are_held_from_the_start() -> None:
         listeners("127.0.0.1", "many", 1)
 
 
-def test_the_address_is_that_of_the_interface_or_of_the_way() -> None:
-    assert interface_address("lo") == "127.0.0.1"
-    assert local_address("127.0.0.1", 6379) == "127.0.0.1"
+def test_the_address_is_that_of_the_interface_or_of_the_way(server: RedisServer) -> None:
+    mine = rendezvous(server)
+    assert mine.nic("lo").address == mine.nic(None).address == "127.0.0.1"
+    assert mine.nic(None, ("127.0.0.9", 1)).address == "127.0.0.1"
     with pytest.raises(UsageError, match=r"there are: .*lo"):
-        interface_address("nosuch0")
-    with pytest.raises(StartError, match="give --interface"):
-        local_address("no.such.host.invalid", 6379)
+        mine.nic("nosuch0")
