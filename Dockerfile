@@ -60,7 +60,7 @@ USER 1000:1000
 
 FROM runtime AS operator
 COPY --from=operator-needs /opt/minisgl /opt/minisgl
-USER root
+USER 0:0
 COPY --from=wheel /wheels /wheels
 RUN /opt/minisgl/bin/pip install --no-cache-dir --no-deps /wheels/*.whl
 USER 1000:1000
@@ -69,7 +69,7 @@ CMD ["run"]
 
 FROM runtime AS services
 COPY --from=services-needs /opt/minisgl /opt/minisgl
-USER root
+USER 0:0
 COPY --from=wheel /wheels /wheels
 RUN /opt/minisgl/bin/pip install --no-cache-dir --no-deps /wheels/*.whl
 USER 1000:1000
@@ -77,7 +77,10 @@ ENTRYPOINT ["minisgl"]
 
 FROM runtime AS engine-cpu
 # The C++ kernels are compiled for the processor at hand when they are first used.
-USER root
+USER 0:0
+# The base image's release pins Debian's packages as far as one can: of each, mirrors keep the newest
+# version alone.
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/*
@@ -89,6 +92,7 @@ ENTRYPOINT ["minisgl"]
 
 FROM ${CUDA_IMAGE} AS engine-cuda
 ENV DEBIAN_FRONTEND=noninteractive PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ ninja-build python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Style, types and layers. Runs all of them, also after one has failed.
+# Style, types, layers, the Dockerfile and the chart. Runs all of them, also after one has failed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 bin=.venv/bin
@@ -20,6 +20,11 @@ check 'ruff check' $bin/ruff check .
 check 'ruff format' $bin/ruff format --check .
 check 'mypy' $bin/mypy
 check 'import layers' $bin/lint-imports --no-logo
+if [ -x $bin/hadolint ]; then
+    check 'hadolint' $bin/hadolint --no-color Dockerfile
+else
+    echo 'lint: hadolint: skipped, PyPI has no build of it for this machine'
+fi
 # helm is among the test cluster's programs.
 PATH=$PATH:${CLUSTER_TOOLS:-${XDG_CACHE_HOME:-$HOME/.cache}/minisgl/cluster-tools}
 for chart in helm/*/Chart.yaml; do

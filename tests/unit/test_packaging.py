@@ -113,6 +113,14 @@ def test_the_constraints_pin_every_direct_requirement(file: str) -> None:
     assert names(pins) >= direct
 
 
+@pytest.mark.parametrize("target", ["operator", "services", "engine-cpu", "engine-cuda"])
+def test_an_image_runs_as_a_user_that_kubernetes_knows_not_to_be_root(target: str) -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    (stage,) = re.findall(rf"^FROM \S+ AS {target}$(.*?)(?=^FROM |\Z)", text, re.M | re.S)
+    assert re.findall(r"^USER (.*)$", stage, re.M)[-1] == "1000:1000"
+    assert re.search(r'^ENTRYPOINT \["minisgl', stage, re.M)
+
+
 def test_importing_the_package_does_not_import_torch() -> None:
     code = "import sys, minisgl, minisgl.messages, minisgl.config; print('torch' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
