@@ -15,7 +15,7 @@ on the one computation that produced it (`source`) and its place in the output (
 """
 
 from collections.abc import Sequence
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -28,6 +28,13 @@ MAX_STOP_CHARS = 4096
 """Of all stop strings of a request: each choice looks for them, where all outputs are decoded."""
 MAX_TOP_LOGPROBS = 20
 
+# What decoding refuses: a number that no table can hold would end every rank of a group.
+Uid = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Attempt = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Run = Annotated[int, msgspec.Meta(ge=0, lt=2**63 - 1)]
+Bits = Annotated[int, msgspec.Meta(ge=0)]
+"""Random bits, 64 at most."""
 
 _WHOLE = ("top_k", "max_tokens", "seed", "logprobs", "priority")
 _REAL = (
@@ -147,7 +154,7 @@ class Route(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
 
     gateway: str
     """Id of the gateway that owns the request; it reads the queue `reply:<gateway>`."""
-    boot: int
+    boot: Bits
     """The 64-bit boot of that gateway: a later process of the same id does not know the request."""
     detokenizer: str
     """Id of the detokenizer; it reads the queue `detok:<detokenizer>`."""
@@ -157,16 +164,16 @@ class Source(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     """One computation of one request: what a reply is compared with."""
 
     group: str
-    incarnation: int
+    incarnation: Bits
     """64 random bits that rank 0 draws when its group forms."""
-    run: int
+    run: Run
     """Counts the requests that this rank 0 has accepted."""
 
 
 class _Message(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="t"):
-    uid: bytes
+    uid: Uid
     """128 random bits: one choice of one request of one client. Never used again."""
-    attempt: int
+    attempt: Attempt
     """From 1; one higher each time the gateway replays the request."""
 
 
@@ -184,7 +191,7 @@ class TokenizeMsg(_Message, tag="tok"):
     """For `text`: add what the tokenizer puts before and after a text (BOS)."""
     output_ids: bytes = b""
     """What the client has got already; the output goes on from there."""
-    sent_chars: int = 0
+    sent_chars: Count = 0
     """Characters of text that the client has got already."""
     sampling: SamplingParams = SamplingParams()
     """With a seed. `max_tokens`, penalties and the draw's position count over all attempts."""
@@ -195,18 +202,18 @@ class UserMsg(_Message, tag="user"):
 
     route: Route
     group: str
-    incarnation: int
+    incarnation: Bits
     """The incarnation of the group that is meant; any other drops the message."""
     prompt_ids: bytes
     output_ids: bytes = b""
-    sent_chars: int = 0
+    sent_chars: Count = 0
     sampling: SamplingParams = SamplingParams()
 
 
 class AbortMsg(_Message, tag="abort"):
     """Gateway to rank 0: this computation is not wanted (any more)."""
 
-    run: int
+    run: Run
 
 
 class TokenLogprobs(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -214,7 +221,7 @@ class TokenLogprobs(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     logprob: float
     """Of the token that was chosen."""
-    top_ids: list[int] = []
+    top_ids: list[Count] = []
     top_logprobs: list[float] = []
     """The most likely tokens, falling."""
 
@@ -225,9 +232,9 @@ class Opening(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompt_ids: bytes
     output_ids: bytes = b""
     """Output of earlier attempts: decoding goes on after it."""
-    sent_chars: int = 0
+    sent_chars: Count = 0
     stop: tuple[str, ...] = ()
-    cached_tokens: int = 0
+    cached_tokens: Count = 0
     """Prompt tokens whose keys and values came from the prefix cache."""
 
 
@@ -236,7 +243,7 @@ class DetokenizeMsg(_Message, tag="detok"):
 
     route: Route
     source: Source
-    pos: int
+    pos: Count
     """Output tokens of the request before this message, over all attempts."""
     ids: bytes = b""
     logprobs: list[TokenLogprobs] | None = None
@@ -255,8 +262,8 @@ class DetokenizeBatch(msgspec.Struct, kw_only=True, omit_defaults=True, tag_fiel
     """
 
     group: str
-    incarnation: int
-    gateways: list[tuple[str, int]] = []
+    incarnation: Bits
+    gateways: list[tuple[str, Bits]] = []
     """(id, boot) of the gateways of this batch; `gateway` indexes it."""
     detokenizer: str = ""
     uid: bytes = b""
@@ -275,7 +282,7 @@ class DetokenizeBatch(msgspec.Struct, kw_only=True, omit_defaults=True, tag_fiel
     """Openings, ends, and tokens with log probabilities. Handled before the columns."""
     audit: bool = False
     """The columns are an audit: what rank 0 holds, with `pos` so far and no `ids`."""
-    number: int = 0
+    number: Run = 0
     """Of an audit: see `AuditMsg.number`."""
 
     def rows(self) -> list[tuple[bytes, int, int, int, int, bytes]]:
@@ -308,21 +315,21 @@ class AuditMsg(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="t", 
     does not list any more has been answered before.
     """
 
-    boot: int
+    boot: Bits
     """Of the gateway that is meant."""
     group: str
-    incarnation: int
+    incarnation: Bits
     detokenizer: str
-    held: list[tuple[bytes, int, int, int]] = []
+    held: list[tuple[Uid, Attempt, Run, Count]] = []
     """(uid, attempt, run, pos) of each request, waiting ones too."""
-    number: int = 0
+    number: Run = 0
     """Counts this rank 0's audits from 1: one that comes twice is no new evidence. 0: unknown."""
 
 
 class ErrorInfo(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     """An answer that is final: sent to the client as it is, never replayed."""
 
-    status: int
+    status: Annotated[int, msgspec.Meta(ge=400, le=599)]
     """HTTP status."""
     message: str
     code: str | None = None
@@ -332,21 +339,21 @@ class ErrorInfo(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
 class UserReply(_Message, tag="reply"):
     """To the gateway: new output, an error, or the word that an attempt came to nothing."""
 
-    boot: int
+    boot: Bits
     """Of the gateway that is meant: `Route.boot`."""
     source: Source | None = None
     """None: from a tokenizer, before any computation."""
-    pos: int = 0
+    pos: Count = 0
     ids: bytes = b""
     logprobs: list[TokenLogprobs] | None = None
     text: str = ""
     """New characters. They may belong to earlier ids, whose bytes were not complete until now."""
-    text_at: int = 0
+    text_at: Count = 0
     """Characters of text before this message, over all attempts."""
     finish: FinishReason | None = None
     prompt_ids: bytes | None = None
     """In the first reply of a computation: the prompt as it was computed."""
-    cached_tokens: int = 0
+    cached_tokens: Count = 0
     """In the first reply of a computation."""
     error: ErrorInfo | None = None
     again: Literal["lost", "refused", "handback"] | None = None
@@ -361,13 +368,13 @@ class WorkerState(msgspec.Struct, kw_only=True, omit_defaults=True):
     role: Literal["gateway", "tokenizer", "detokenizer", "rank"]
     id: str
     """Of a rank: `<group>/<tp rank>`."""
-    boot: int
+    boot: Bits
     """64 random bits, one a process."""
-    beat: int
+    beat: Bits
     """Counts up while the worker's own loop turns."""
     pod: str = ""
     draining: bool = False
-    bus_errors: int = 0
+    bus_errors: Bits = 0
     """Entries and messages that could not be read, since the start. A process of two roles counts
     them in one of its states."""
     load: "GroupLoad | None" = None
@@ -378,21 +385,21 @@ class GroupLoad(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Figures of one group, from its rank 0. Counters count since its start."""
 
     group: str
-    incarnation: int
-    max_model_len: int
+    incarnation: Bits
+    max_model_len: Count
     """Most tokens of a prompt and its output together."""
-    running: int = 0
-    waiting: int = 0
-    pages_total: int = 0
+    running: Count = 0
+    waiting: Count = 0
+    pages_total: Count = 0
     """Without the dummy page."""
-    pages_free: int = 0
-    pages_evictable: int = 0
-    steps: int = 0
+    pages_free: Count = 0
+    pages_evictable: Count = 0
+    steps: Bits = 0
     step_seconds: float = 0.0
     """Sum over all steps."""
-    step_buckets: list[int] = []
+    step_buckets: list[Bits] = []
     """Steps at most as long as each of STEP_BUCKETS; cumulative, without +Inf."""
-    retractions: int = 0
+    retractions: Bits = 0
     """Requests that gave their pages back and were computed again."""
 
 

@@ -10,6 +10,7 @@ from minisgl.messages import (
     SamplingParams,
     TokenizeMsg,
     decode,
+    decode_state,
     encode,
     pack_ids,
     unpack_ids,
@@ -68,6 +69,33 @@ def test_a_message_with_a_wrong_value_is_no_message() -> None:
             "route": {"gateway": "g", "boot": 1, "detokenizer": "d"}}]  # fmt: skip
     with pytest.raises(ValueError, match="temperature"):
         decode(msgspec.msgpack.encode(raw))
+
+
+REPLY = {"t": "reply", "uid": b"u" * 16, "attempt": 1, "boot": 5}
+STATE = {"role": "rank", "id": "g0/0", "boot": 2**64 - 1, "beat": 1}
+LOAD = {"group": "g0", "incarnation": 7, "max_model_len": 9}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"uid": b"u" * 15}, {"uid": b"u" * 17}, {"attempt": 2**31}, {"attempt": 0},
+        {"attempt": -(2**63)}, {"boot": -1}, {"pos": -1}, {"pos": 2**31}, {"text_at": -1},
+        {"cached_tokens": 2**64 - 1}, {"error": {"status": 200, "message": ""}},
+        {"source": {"group": "g0", "incarnation": 7, "run": 2**64 - 1}},
+    ],
+)  # fmt: skip
+def test_a_number_that_no_worker_can_hold_makes_no_message(fields: dict[str, Any]) -> None:
+    assert len(decode(msgspec.msgpack.encode([REPLY]))) == 1
+    with pytest.raises(ValueError, match="Expected"):
+        decode(msgspec.msgpack.encode([REPLY | fields]))
+
+
+@pytest.mark.parametrize("fields", [{"running": -(2**40)}, {"waiting": -1}, {"max_model_len": -1}])
+def test_a_load_below_zero_makes_no_state(fields: dict[str, Any]) -> None:
+    assert decode_state(msgspec.msgpack.encode(STATE | {"load": LOAD})).load is not None
+    with pytest.raises(ValueError, match="Expected"):
+        decode_state(msgspec.msgpack.encode(STATE | {"load": LOAD | fields}))
 
 
 def test_a_field_that_a_newer_version_adds_is_passed_over() -> None:

@@ -12,7 +12,7 @@ from minisgl.bus import TOK, connect, detok_queue, reply_queue
 from minisgl.bus import redis as module
 from minisgl.bus.redis import RedisBus
 from minisgl.bus.rendezvous import Meeting, Rendezvous
-from minisgl.messages import AbortMsg, Message, WorkerState, encode
+from minisgl.messages import Message, UserReply, WorkerState, encode
 from tests.redis_server import RedisServer, documented_rules
 from tests.support import wait_until
 
@@ -54,8 +54,8 @@ def key(name: str) -> str:
     return f"minisgl:{{svc}}:{name}"
 
 
-def message(run: int, uid: bytes = b"u" * 16) -> AbortMsg:
-    return AbortMsg(uid=uid, attempt=1, run=run)
+def message(pos: int, text: str = "") -> UserReply:
+    return UserReply(uid=b"u" * 16, attempt=1, boot=1, pos=pos, text=text)
 
 
 def received(reader: RedisBus, count: int) -> list[int]:
@@ -64,7 +64,7 @@ def received(reader: RedisBus, count: int) -> list[int]:
     def come() -> bool:
         entries = reader.receive(0.2)
         reader.ack(entries)
-        got.extend(m.run for e in entries for m in e.messages if isinstance(m, AbortMsg))
+        got.extend(m.pos for e in entries for m in e.messages if isinstance(m, UserReply))
         return len(got) >= count
 
     wait_until(come, 10, lambda: str(got))
@@ -133,7 +133,7 @@ NESTED = b"\x91\x82\xa1t\xa5abort\xa1z" + b"\x91" * 100_000 + b"\xc0"
         pytest.param({"x": b"1"}, id="without m"),
         pytest.param({"m": NESTED}, id="nested deeply"),
         pytest.param({"m": b"\xdd\xff\xff\xff\xff"}, id="claims four thousand million messages"),
-        pytest.param({"m": encode([message(9, b"u" * 70_000)])}, id="too long"),
+        pytest.param({"m": encode([message(9, "u" * 70_000)])}, id="too long"),
         pytest.param({"m": b"\x91\x81\xa1t\xa8abort.v9"}, id="a kind of another version"),
     ],
 )
@@ -171,8 +171,8 @@ def test_a_batch_too_long_for_an_entry_travels_in_several(
 ) -> None:
     monkeypatch.setattr(module, "MAX_ENTRY_BYTES", 1 << 16)
     reader, writer = bus(server, QUEUE), bus(server)
-    batch: list[Message] = [message(run, b"u" * 20_000) for run in range(7)]
-    batch.insert(3, message(99, b"u" * 70_000))
+    batch: list[Message] = [message(pos, "u" * 20_000) for pos in range(7)]
+    batch.insert(3, message(99, "u" * 70_000))
     writer.send(QUEUE, batch)
     assert received(reader, 7) == list(range(7))
     assert (writer.errors, reader.errors) == (1, 0), "the one too long is dropped where it arose"
