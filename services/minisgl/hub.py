@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 from minisgl.config import StartError, UsageError
 
-_REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+REPO_ID = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*/)?[A-Za-z0-9][A-Za-z0-9._-]*")
+"""A repository's name, as the custom resource admits it."""
 _TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
 _IGNORED = ["original/*", "onnx/*", "consolidated*"]
 COMPLETE = ".minisgl-complete"
@@ -49,7 +50,7 @@ def resolve_model(
     except (OSError, RuntimeError) as error:  # no such user, too long a name, a closed folder
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"model folder {model[:100]!r} cannot be used: {reason}") from None
-    if not _REPO_ID.fullmatch(model):
+    if not REPO_ID.fullmatch(model):
         raise UsageError(
             f"model {model!r} is neither an existing folder nor a Hugging Face id such as "
             "HuggingFaceTB/SmolLM2-135M-Instruct"

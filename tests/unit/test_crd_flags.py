@@ -14,6 +14,7 @@ from minisgl.bus.rendezvous import listeners
 from minisgl.cli.flags import Parser, from_args
 from minisgl.cli.services import add_detokenizer, add_engine, add_gateway, add_tokenizer
 from minisgl.config import EngineConfig, GatewayConfig, RankConfig, StartError, WorkerConfig
+from minisgl.hub import REPO_ID
 from minisgl.scheduler.main import run_engine
 
 ROOT = Path(__file__).parents[2]
@@ -87,6 +88,11 @@ def test_the_design_lists_the_same_fields_and_flags() -> None:
     rows = re.findall(r"^\| (`.*?) \| `(--[a-z-]+)` \|", section.partition("\n## ")[0], re.M)
     listed = [(field, flag) for fields, flag in rows for field in re.findall("`(.*?)`", fields)]
     assert sorted(listed) == sorted((field, flag) for field, _, flag, _ in FLAGS)
+
+
+def test_the_resource_and_the_services_admit_the_same_repositories() -> None:
+    crd = (ROOT / "helm" / "minisglang" / "templates" / "crd.yaml").read_text()
+    assert f"^(hf://{REPO_ID.pattern}|" in crd
 
 
 def test_ranks_take_their_ports_from_the_range() -> None:

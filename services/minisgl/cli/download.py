@@ -18,10 +18,9 @@ from typing import Literal
 
 from minisgl.cli.flags import Parser, Run
 from minisgl.config import StartError, UsageError
-from minisgl.hub import COMPLETE, SpaceError, download, resolve_commit
+from minisgl.hub import COMPLETE, REPO_ID, SpaceError, download, resolve_commit
 from minisgl.lifecycle import Lifecycle
 
-_REPO = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -65,7 +64,7 @@ def run(args: argparse.Namespace, life: Lifecycle) -> int:
 
 def _download(args: argparse.Namespace) -> str:
     repo = args.repo.removeprefix("hf://")
-    if not _REPO.fullmatch(repo):
+    if not REPO_ID.fullmatch(repo):
         raise UsageError(f"REPO {args.repo!r} must be hf://ORG/NAME or ORG/NAME")
     token = _token(args.token_file)
     files: Literal["all", "tokenizer"] = "tokenizer" if args.only_tokenizer else "all"
