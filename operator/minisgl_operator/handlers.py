@@ -12,7 +12,7 @@ from typing import Any
 import kopf
 
 from minisgl_operator import api, names
-from minisgl_operator.kube import CHILDREN, Api, Cache
+from minisgl_operator.kube import CHILDREN, WATCH_SECONDS, Api, Cache
 from minisgl_operator.metrics import Metrics
 from minisgl_operator.observed import Manifest, Settings
 from minisgl_operator.reconcile import Nodes, Task
@@ -20,16 +20,27 @@ from minisgl_operator.reconcile import Nodes, Task
 MANAGED = f"app.kubernetes.io/managed-by={names.MANAGER}"
 
 
+def watches(namespaces: Sequence[str]) -> int:
+    """How many watches there are at most: a connection each, beside those of requests."""
+    each = len(CHILDREN) + 4  # pods, Events, objects, and objects by kopf
+    return each * max(1, len(namespaces)) + 4  # nodes, Leases, and what kopf looks at
+
+
 class Manager:
     """All objects of this operator, and what is watched for them."""
 
     def __init__(
-        self, kube: Api, settings: Settings, metrics: Metrics, namespaces: Sequence[str]
+        self,
+        kube: Api,
+        settings: Settings,
+        metrics: Metrics,
+        namespaces: Sequence[str],
+        watch_seconds: int,
     ) -> None:
         self._kube, self._settings, self._metrics = kube, settings, metrics
         self._tasks: dict[tuple[str, str], Task] = {}
         self._stopping: set[asyncio.Task[None]] = set()
-        self.cache = Cache(kube, list(namespaces) or [None], self._changed)
+        self.cache = Cache(kube, list(namespaces) or [None], self._changed, watch_seconds)
         self._nodes = Nodes(self.cache) if settings.can_read_nodes else None
 
     async def start(self) -> None:
@@ -103,6 +114,8 @@ async def run_kopf(manager: Manager, namespaces: Sequence[str], stop: asyncio.Ev
     settings.peering.standalone = True  # there is a Lease
     settings.scanning.disabled = bool(namespaces)  # a namespaced operator may not look around
     settings.networking.error_backoffs = [1, 2, 5]
+    settings.watching.server_timeout = WATCH_SECONDS
+    settings.watching.client_timeout = 1.25 * WATCH_SECONDS
 
     @kopf.on.login(registry=registry)
     def login(**given: Any) -> kopf.ConnectionInfo | None:

@@ -23,8 +23,11 @@ from minisgl_operator.observed import Key, Manifest, Warning
 log = logging.getLogger(__name__)
 
 REQUEST_SECONDS = 20.0
-WATCH_SECONDS = 240
-"""The server ends a watch after this; the next one goes on from its resource version."""
+WATCH_SECONDS = 60
+"""The server ends a watch after this; the next one goes on from its resource version. One that
+outlasts it by a quarter is given up: what lies between may have dropped it without a word."""
+POOL = 100
+"""Connections for requests; each watch has one of its own beside them."""
 RETRY_SECONDS = 1.0
 KEPT_WARNINGS = 10_000
 """Latest Warning Events kept, of all objects; the oldest go first."""
@@ -87,9 +90,9 @@ class Api:
         """Requests that may have changed something, Leases left out."""
 
     @classmethod
-    async def connect(cls) -> "Api":
-        """In a pod its service account, elsewhere the kubeconfig."""
-        configuration = client.Configuration()
+    async def connect(cls, watches: int) -> "Api":
+        """In a pod its service account, elsewhere the kubeconfig. `watches`: so many at most."""
+        configuration = client.Configuration(connection_pool_maxsize=POOL + watches)
         try:
             config.load_incluster_config(configuration)  # type: ignore[no-untyped-call]
         except config.ConfigException:
@@ -236,11 +239,16 @@ class Api:
             page = [("limit", "500"), ("continue", metadata["continue"])]
 
     async def watch(
-        self, kind: str, namespace: str | None, query: Sequence[tuple[str, str]], version: str
+        self,
+        kind: str,
+        namespace: str | None,
+        query: Sequence[tuple[str, str]],
+        version: str,
+        seconds: int = WATCH_SECONDS,
     ) -> AsyncIterator[tuple[str, Manifest]]:
-        """(ADDED, MODIFIED, DELETED or BOOKMARK, object) from `version` on, until the server ends.
+        """(ADDED, MODIFIED, DELETED or BOOKMARK, object) from `version` on, for so many seconds.
 
-        `ApiError` 410: `version` is too old, list again.
+        `ApiError` 410: `version` is too old, list again; 0: the server does not end it.
         """
         response = await self._send(
             "GET",
@@ -250,11 +258,11 @@ class Api:
                 ("watch", "true"),
                 ("allowWatchBookmarks", "true"),
                 ("resourceVersion", version),
-                ("timeoutSeconds", str(WATCH_SECONDS)),
+                ("timeoutSeconds", str(seconds)),
             ],
             None,
             "application/json",
-            WATCH_SECONDS + 30,
+            1.25 * seconds,
         )
         try:
             if response.status >= 400:
@@ -316,9 +324,15 @@ Changed = Callable[[str, Manifest], None]
 class Cache:
     """Watched objects, as fresh as their watches. Read from the event loop's thread alone."""
 
-    def __init__(self, api_: Api, namespaces: Sequence[str | None], changed: Changed) -> None:
+    def __init__(
+        self,
+        api_: Api,
+        namespaces: Sequence[str | None],
+        changed: Changed,
+        watch_seconds: int = WATCH_SECONDS,
+    ) -> None:
         """`namespaces`: those to watch; [None] for all."""
-        self._api = api_
+        self._api, self._watch_seconds = api_, watch_seconds
         self._namespaces = namespaces
         self._changed = changed
         self._feeds: list[_Feed] = []
@@ -378,7 +392,7 @@ class Cache:
                 if not version:
                     version = await self._relist(feed)
                 async for kind, found in self._api.watch(
-                    feed.kind, feed.namespace, feed.query, version
+                    feed.kind, feed.namespace, feed.query, version, self._watch_seconds
                 ):
                     feed.heard = time.monotonic()
                     version = found.get("metadata", {}).get("resourceVersion", version)

@@ -21,8 +21,8 @@ from typing import Any
 import yaml
 from aiohttp import web
 
-from minisgl_operator.handlers import Manager, run_kopf
-from minisgl_operator.kube import Api, ApiError
+from minisgl_operator.handlers import Manager, run_kopf, watches
+from minisgl_operator.kube import WATCH_SECONDS, Api, ApiError
 from minisgl_operator.lease import LeaderLease, Lost
 from minisgl_operator.metrics import Metrics
 from minisgl_operator.observed import Settings
@@ -30,8 +30,8 @@ from minisgl_operator.observed import Settings
 log = logging.getLogger("minisgl_operator")
 
 LEASE = "minisgl-operator"
-WATCH_SILENCE_SECONDS = 360.0
-"""A watch tells something each minute, and is opened anew after four."""
+WATCH_SILENCE = 3.0
+"""In lengths of a watch: one that has not been opened anew for so long never will be."""
 LOOK_SILENCE_SECONDS = 180.0
 """Every object is looked at each ten seconds."""
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -55,6 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--config", metavar="FILE", help="YAML file with default images and so on (see the chart)"
     )
     run.add_argument("--port", type=int, default=8080, help="of /livez and /metrics (default 8080)")
+    run.add_argument(
+        "--watch-seconds", type=int, default=WATCH_SECONDS, metavar="N",
+        help="watches are opened anew after so long; /livez fails when one is silent for three "
+        f"times as long (default {WATCH_SECONDS})",
+    )  # fmt: skip
     run.add_argument("--log-format", choices=("json", "text"), default="json", help="default: json")
     args = parser.parse_args(argv)
     _set_up_logging(args.log_format)
@@ -67,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if namespaces:
         settings = dataclasses.replace(settings, can_read_nodes=False)
     try:
-        return asyncio.run(_serve(settings, namespaces, args.port))
+        return asyncio.run(_serve(settings, namespaces, args.port, args.watch_seconds))
     except (ApiError, Lost, OSError) as error:
         log.error("%s", error)
         return 1
@@ -112,15 +117,17 @@ def _own_namespace() -> str:
     return os.environ.get("POD_NAMESPACE", "default")
 
 
-async def _serve(settings: Settings, namespaces: Sequence[str], port: int) -> int:
+async def _serve(
+    settings: Settings, namespaces: Sequence[str], port: int, watch_seconds: int
+) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    kube = await Api.connect()
+    kube = await Api.connect(watches(namespaces))
     metrics = Metrics()
     managers: list[Manager] = []
-    web_server = await _listen(port, metrics, managers)
+    web_server = await _listen(port, metrics, managers, WATCH_SILENCE * watch_seconds)
     identity = f"{os.environ.get('POD_NAME') or socket.gethostname()}-{os.urandom(4).hex()}"
     lease = LeaderLease(kube, settings.operator_namespace, LEASE, identity)
     try:
@@ -133,7 +140,7 @@ async def _serve(settings: Settings, namespaces: Sequence[str], port: int) -> in
             gateway_api=await kube.knows("HTTPRoute"),
             image_volumes=await kube.minor_version() >= 35,
         )
-        manager = Manager(kube, settings, metrics, namespaces)
+        manager = Manager(kube, settings, metrics, namespaces, watch_seconds)
         managers.append(manager)
         await _act(manager, lease, namespaces, stop)
         return 0
@@ -180,11 +187,13 @@ async def _first(task: "asyncio.Task[None]", stop: asyncio.Event) -> bool:
     return first
 
 
-async def _listen(port: int, metrics: Metrics, managers: list[Manager]) -> web.AppRunner:
+async def _listen(
+    port: int, metrics: Metrics, managers: list[Manager], watch_silence: float
+) -> web.AppRunner:
     async def livez(_: web.Request) -> web.Response:
         for manager in managers:
             watched, looked = manager.silence()
-            if watched > WATCH_SILENCE_SECONDS:
+            if watched > watch_silence:
                 return web.Response(status=500, text=f"a watch is silent for {watched:.0f} s\n")
             if looked > LOOK_SILENCE_SECONDS:
                 return web.Response(status=500, text=f"an object waits for {looked:.0f} s\n")

@@ -39,6 +39,7 @@ from minisgl_operator.observed import (
 from minisgl_operator.plan import plan
 from minisgl_operator.plan.pods import controller
 from minisgl_operator.status import status
+from minisgl_operator.status.conditions import TYPES
 from minisgl_operator.times import rfc3339
 
 log = logging.getLogger(__name__)
@@ -432,18 +433,20 @@ class Task:
 
     async def _report(self, found: Manifest, wanted: dict[str, Any]) -> float:
         """Write the status if it changed, at most once a second; seconds to the next look."""
-        if wanted == found.get("status", {}):
+        if _by_type(wanted) == _by_type(found.get("status", {})):
             return RESYNC_SECONDS
         wait = self._status_at + STATUS_SECONDS - time.monotonic()
         if wait > 0:
             return wait
         self._status_at = time.monotonic()
+        # Conditions of others are theirs: what was read of them may be old by now.
+        ours = [one for one in wanted["conditions"] if one["type"] in TYPES]
         try:
             answer = await self._kube.apply({
                 "apiVersion": api.API_VERSION,
                 "kind": api.KIND,
                 "metadata": {"name": self._name, "namespace": self._namespace},
-                "status": wanted,
+                "status": {**wanted, "conditions": ours},
             }, subresource="status")  # fmt: skip
         except ApiError as error:
             if error.status == 404:  # it has just been deleted
@@ -462,6 +465,11 @@ def belongs(child: Manifest, obj: MiniSGLang) -> bool:
     ours = names.common(obj)
     del ours[names.OBJECT_UID]  # an orphan carries that of its former object
     return all(labels.get(k) == v for k, v in ours.items())
+
+
+def _by_type(status: Mapping[str, Any]) -> dict[str, Any]:
+    """A status whose conditions have no order, as the server merges those of several writers."""
+    return {**status, "conditions": {c.get("type"): c for c in status.get("conditions") or ()}}
 
 
 def _secret_value(secret: Manifest | None, key: str) -> str | None:
