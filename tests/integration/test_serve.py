@@ -149,7 +149,7 @@ def _nginx(upstream: str, folder: Path) -> Iterator[str]:
 
 
 @pytest.mark.nginx
-def test_tokens_come_one_by_one_through_nginx(
+def test_h46_tokens_come_one_by_one_through_nginx(
     client: openai.OpenAI, server: Server, tmp_path: Path
 ) -> None:
     body = {
