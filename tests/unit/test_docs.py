@@ -338,6 +338,12 @@ def test_every_metric_exists(page: Path) -> None:
     assert named - packages <= metrics()
 
 
+def test_every_metric_is_explained() -> None:
+    told = "".join((ROOT / "docs" / p).read_text() for p in ("api.md", "kubernetes/operations.md"))
+    names = {name for name in metrics() if not re.search(r"_(bucket|count|sum|created)$", name)}
+    assert {name for name in names if not re.search(rf"\b{name}\b", told)} == set()
+
+
 def words_of(*files: Path) -> set[str]:
     """Each text in the code that is one word of CamelCase: conditions, reasons, kinds."""
     found = set()
