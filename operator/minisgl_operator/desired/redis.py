@@ -58,19 +58,32 @@ cli=$(command -v redis-cli || command -v valkey-cli)
 ask() {{ REDISCLI_AUTH=$(cat {password}/password) "$cli" {tls}--no-auth-warning "$@" 2>/dev/null; }}
 """
 _LEAVE = """\
-sleep 2
-while [ "$(ask EVAL "$1" 0 "$2")" = 1 ]; do sleep 1; done"""
+sleep 3
+while [ "$(ask EVAL "$1" 0 "$2" "$3")" = 1 ]; do sleep 1; done"""
 _DRAINING = """\
-local cursor = '0'
+local cursor, draining = '0', 0
 repeat
   local page = redis.call('SCAN', cursor, 'MATCH', ARGV[1], 'COUNT', 1000)
   cursor = page[1]
   for _, key in ipairs(page[2]) do
     local ok, state = pcall(cmsgpack.unpack, redis.pcall('GET', key))
-    if ok and type(state) == 'table' and state.draining then return 1 end
+    if ok and type(state) == 'table' then
+      if state.draining then
+        draining = 1
+      elseif state.role == 'rank' and redis.call('TTL', key) >= tonumber(ARGV[2]) then
+        return 0
+      end
+    end
   end
 until cursor == '0'
-return 0"""
+return draining"""
+"""1 when the object ends: somebody drains, and no rank that lives does not.
+
+A Redis that ends alone must not wait for a gateway that does too, as on a node that is drained:
+whoever is connected would stay with it, and whoever comes would find the new one.
+"""
+STALE_SECONDS = 4
+"""A state that was not written for so long says nothing any more."""
 
 
 def children(observed: Observed) -> list[Manifest]:
@@ -188,6 +201,8 @@ def _template(obj: MiniSGLang, managed: ManagedRedis, image: str) -> Manifest:
     )  # fmt: skip
     ask = _ASK.format(password=_PASSWORD, tls=f"--tls --cacert {_TLS}/ca.crt " if tls else "")
     states = f"minisgl:{{{names.service(obj)}}}:state:*"
+    # A state is written each second, to last for three time-outs.
+    fresh = 3 * obj.spec.failure_policy.heartbeat_timeout_seconds - STALE_SECONDS
     container = parts.container(
         obj, CONTAINER, image, managed.resources,
         {
@@ -198,7 +213,7 @@ def _template(obj: MiniSGLang, managed: ManagedRedis, image: str) -> Manifest:
             # One that reads its file answers LOADING: alive, but not ready.
             "readinessProbe": parts.probe(_shell(ask + '[ "$(ask PING)" = PONG ]'), 5, 2),
             "livenessProbe": parts.probe(_shell(ask + '[ -n "$(ask PING)" ]'), 10, 6),
-            "lifecycle": {"preStop": _shell(ask + _LEAVE, _DRAINING, states)},
+            "lifecycle": {"preStop": _shell(ask + _LEAVE, _DRAINING, states, str(fresh))},
         },
     )  # fmt: skip
     return parts.pod_template(

@@ -11,6 +11,7 @@ import redis
 from redis.exceptions import NoPermissionError
 
 from minisgl.messages import WorkerState, encode_state
+from minisgl_operator.desired.redis import STALE_SECONDS
 from minisgl_operator.observed import Manifest
 from tests.cluster.pki import Authority
 from tests.redis_server import RedisServer, documented_rules, free_port
@@ -189,19 +190,30 @@ def test_what_it_held_is_there_after_its_container_was_killed(server: Server) ->
 
 @needs_redis
 def test_one_that_nobody_needs_leaves_at_once(server: Server) -> None:
-    publish(server, "idle", draining=False)
+    publish(server, "rank", "idle", draining=False)
     assert server.exec(server.container["lifecycle"]["preStop"]).wait(60) == 0
 
 
 @needs_redis
-def test_it_waits_while_anybody_drains(server: Server) -> None:
-    publish(server, "busy", draining=True)
+def test_it_waits_while_all_that_is_left_drains(server: Server) -> None:
+    publish(server, "rank", "busy", draining=True)
+    publish(server, "rank", "dead", draining=False, ttl=3 * 30 - STALE_SECONDS - 1)
+    publish(server, "tokenizer", "idle", draining=False)
     server.client().set(f"minisgl:{{{SERVICE}}}:state:gateway:junk", b"\xc1")
     leaving = server.exec(server.container["lifecycle"]["preStop"])
     wait_until(lambda: asked(server) >= 3, 60, server.tail)
     assert leaving.poll() is None
-    publish(server, "busy", draining=False)
+    publish(server, "rank", "busy", draining=False)
     assert leaving.wait(60) == 0
+
+
+@needs_redis
+def test_it_waits_for_no_gateway_while_ranks_serve_on(server: Server) -> None:
+    """They are connected to it, and all others find the one that comes after it."""
+    publish(server, "gateway", "leaves", draining=True)
+    publish(server, "rank", "serves", draining=False)
+    assert server.exec(server.container["lifecycle"]["preStop"]).wait(60) == 0
+    assert asked(server) == 1
 
 
 def asked(server: Server) -> int:
@@ -210,9 +222,9 @@ def asked(server: Server) -> int:
     return int(stats.get("cmdstat_eval", {}).get("calls", 0))
 
 
-def publish(server: Server, name: str, *, draining: bool) -> None:
-    state = WorkerState(role="rank", id=name, boot=2**63, beat=1, draining=draining)
-    server.client().set(f"minisgl:{{{SERVICE}}}:state:rank:{name}", encode_state(state))
+def publish(server: Server, role: str, name: str, *, draining: bool, ttl: int = 3 * 30) -> None:
+    state = WorkerState(role=role, id=name, boot=2**63, beat=1, draining=draining)  # type: ignore[arg-type]
+    server.client().set(f"minisgl:{{{SERVICE}}}:state:{role}:{name}", encode_state(state), ex=ttl)
 
 
 @needs_redis
