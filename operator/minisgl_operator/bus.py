@@ -137,10 +137,10 @@ class Reader:
             held = self._seen.get(key)
             if held is None or (held.boot, held.beat) != (state.boot, state.beat):
                 self._seen[key] = _Seen(state.boot, state.beat, now, state)
-        workers = tuple(_worker(seen.state) for _, seen in sorted(self._seen.items()))
         # One whose key expired stays, silent: its silence is what a lost node is known by.
         for gone in [k for k, seen in self._seen.items() if now - seen.since > FORGET_SECONDS]:
             del self._seen[gone]
+        workers = tuple(_worker(seen.state) for _, seen in sorted(self._seen.items()))
         self._bus = Bus(
             "full" if full else "ok",
             "Redis has reached its maxmemory and refuses writes" if full else "",
@@ -221,7 +221,7 @@ def _worker(state: WorkerState) -> Worker:
         draining=state.draining,
         running=load.running if load else 0,
         waiting=load.waiting if load else 0,
-        transport=getattr(load, "transport", "") if load else "",
+        transport=load.transport if load else "",
     )
 
 
@@ -243,7 +243,7 @@ def _shape(bus: Bus) -> object:
     """What a reconcile should run for at once: not the figures."""
     return (
         bus.state,
-        tuple((w.role, w.id, w.pod, w.boot, w.draining) for w in bus.workers),
+        tuple((w.role, w.id, w.pod, w.boot, w.draining, w.transport) for w in bus.workers),
         tuple(sorted(bus.meetings.items())),
     )
 

@@ -71,7 +71,7 @@ class Worker:
     running: int = 0
     waiting: int = 0
     transport: str = ""
-    """What NCCL chose, as rank 0 reports it."""
+    """Of rank 0: what tensors travel by, as `GroupLoad.transport` says it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -360,9 +360,7 @@ def _transport(survey: Survey) -> Iterator[Condition]:
         if rank0 is None:
             continue
         chosen[index] = rank0.transport
-        nodes = [pod.node for pod in life.pods]
-        shares = len(set(nodes)) < len(nodes) or spec.parallelism.gpus_per_pod > 1
-        if shares and rank0.transport.lower().startswith(("socket", "net/socket")):
+        if "Socket" in rank0.transport.split(", "):  # not "Socket between nodes"
             slow.append(index)
     if slow:
         yield Condition(

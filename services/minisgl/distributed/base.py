@@ -18,6 +18,10 @@ class Communicator(ABC):
 
     rank: int
     size: int
+    transport: str = ""
+    """What tensors travel by between this rank and the others. Gloo: `gloo/ADDRESS`. NCCL: what it
+    chose for ranks of one node, then for those of others, as `P2P, IB between nodes`. Empty: there
+    are no others, or nothing is known yet."""
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor) -> None:

@@ -40,6 +40,7 @@ class GlooCommunicator(Communicator):
         `StartError` if the ranks do not meet.
         """
         self.rank, self.size = rank, size
+        self.transport = f"gloo/{host}" if host else "gloo"
         self._timeout = timedelta(seconds=timeout)
         try:
             self._store = _store(init_method, rank, size, self._timeout, listener)

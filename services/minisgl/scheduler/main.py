@@ -112,6 +112,7 @@ def run_engine(
             turn=turn,
             drain_seconds=config.drain,
             silence=config.heartbeat_timeout_seconds,
+            transport=comm.transport,
         )
         comm.barrier()
         members.formed()

@@ -71,13 +71,14 @@ class Rank:
         turn: Callable[[], None] = lambda: None,
         drain_seconds: float = 0.0,
         silence: float = float("inf"),
+        transport: str = "",
         clock: Callable[[], float] = boot_clock,
     ) -> None:
         """`bus` and `sink` are rank 0's. `state` makes this rank's state, `publish` shows it.
 
         `turn` is called at the start of each round. Once the group leaves, it hands back after
         `drain_seconds` what it still holds, if another group lives. `silence` is the heartbeat
-        time-out in seconds, of `clock`.
+        time-out in seconds, of `clock`. `transport` is what tensors travel by, for the load.
         """
         self._scheduler = scheduler
         self._feed = feed
@@ -88,6 +89,7 @@ class Rank:
         self._state = state
         self._publish = publish
         self._clock = clock
+        self._transport = transport
         self._steps = StepClock()
         self._gateways = Gateways(silence)
         self._errors = 0
@@ -134,6 +136,7 @@ class Rank:
             step_seconds=self._steps.seconds,
             step_buckets=self._steps.cumulative(),
             retractions=scheduler.retractions,
+            transport=self._transport,
         )
 
     def _receive(self) -> list[bytes]:

@@ -67,6 +67,11 @@ def test_ranks_meet_at_a_tcp_address() -> None:
         assert list(pool.map(run, range(2))) == [[[0], [1]]] * 2
 
 
+def test_a_group_says_what_its_tensors_travel_by(tmp_path: Path) -> None:
+    assert in_threads(tmp_path / "meet", 2, lambda comm: comm.transport) == ["gloo/127.0.0.1"] * 2
+    assert SingleRank().transport == ""
+
+
 def test_two_groups_live_at_the_same_time(tmp_path: Path) -> None:
     def use(comm: Communicator) -> int:
         return sum(x[0] for x in comm.gather_ints([comm.rank + 1]))

@@ -334,9 +334,15 @@ def test_an_http_route_that_its_gateway_refuses_says_so() -> None:
 
 @pytest.mark.parametrize(
     ("transport", "expected"),
-    [("", ("Unknown", "NotMeasured")), ("P2P", ("True", "Measured")),
-     ("Socket", ("False", "SocketWithinNode"))],
-)  # fmt: skip
+    [
+        ("", ("Unknown", "NotMeasured")),
+        ("P2P", ("True", "Measured")),
+        ("P2P, Socket between nodes", ("True", "Measured")),
+        ("Socket between nodes", ("True", "Measured")),
+        ("Socket", ("False", "SocketWithinNode")),
+        ("SHM, Socket, IB between nodes", ("False", "SocketWithinNode")),
+    ],
+)
 def test_fast_transport(transport: str, expected: tuple[str, str]) -> None:
     made = world(parallelism={"tensor": 2}, engine={"device": "cuda"})
     rank = Worker("rank", "g0-1/0", "llm-g0-1-0", 1, 0.0, transport=transport)

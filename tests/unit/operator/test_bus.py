@@ -1,0 +1,119 @@
+"""What the operator reads of an object's Redis."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from minisgl.bus import connect
+from minisgl.bus.rendezvous import Meeting as Formed
+from minisgl.bus.rendezvous import Rendezvous
+from minisgl.messages import GroupLoad, WorkerState
+from minisgl_operator.bus import FORGET_SECONDS, Address, Reader
+from minisgl_operator.observed import Bus
+from tests.redis_server import RedisServer, free_port
+from tests.unit.operator.test_status import conditions, told, world
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@asynccontextmanager
+async def reading(port: int, password: str = "", **how: object) -> AsyncIterator[Reader]:
+    """A reader, open until the end."""
+    changes: list[None] = []
+    address = Address("127.0.0.1", port, "svc", password=password)
+    reader = Reader(address, lambda: changes.append(None), **how)  # type: ignore[arg-type]
+    try:
+        yield reader
+    finally:
+        await reader.close()
+
+
+async def until(reader: Reader, state: str, workers: int = 0) -> Bus:
+    async with asyncio.timeout(20):
+        while (seen := reader.bus).state != state or len(seen.workers) < workers:
+            await asyncio.sleep(0.02)
+    return seen
+
+
+@pytest.fixture
+def server() -> Iterator[RedisServer]:
+    with RedisServer() as running:
+        yield running
+
+
+def rank0(beat: int = 1, boot: int = 5, transport: str = "") -> WorkerState:
+    load = GroupLoad(
+        group="g0-1", incarnation=7, max_model_len=64, running=3, waiting=4, transport=transport
+    )
+    return WorkerState(role="rank", id="g0-1/0", boot=boot, beat=beat, pod="llm-g0-1-0", load=load)
+
+
+@pytest.mark.redis
+async def test_what_rank_0_publishes_is_what_the_object_says(server: RedisServer) -> None:
+    rank = connect(server.url, "svc", worker="g0-1/0")
+    rank.publish_state(rank0(transport="Socket, IB between nodes"))
+    met = Rendezvous(server.url, "svc", "g0-1", size=1, revision="", silence=30)
+    met.open(Formed(7, "127.0.0.1", 1, 2), 5)
+    async with reading(server.port, server.password) as reader:
+        bus = await until(reader, "ok", workers=1)
+    (worker,) = bus.workers
+    assert (worker.role, worker.id, worker.pod, worker.boot) == ("rank", "g0-1/0", "llm-g0-1-0", 5)
+    assert (worker.running, worker.waiting) == (3, 4)
+    assert not bus.meetings["g0-1"].formed
+    found = told(world(parallelism={"tensor": 2}, engine={"device": "cuda"}), bus=bus)
+    assert conditions(found)["FastTransport"] == ("False", "SocketWithinNode")
+    assert found["groups"][0]["transport"] == "Socket, IB between nodes"
+    met.close()
+    rank.close()
+
+
+@pytest.mark.redis
+async def test_another_password_is_told_from_no_redis(server: RedisServer) -> None:
+    async with reading(server.port, "wrong") as reader:
+        assert (await until(reader, "auth-failed")).workers == ()
+    async with reading(free_port()) as reader:
+        assert "onnect" in (await until(reader, "unreachable")).message
+
+
+async def test_a_worker_is_silent_while_its_beat_stands_still() -> None:
+    clock = Clock()
+    async with reading(free_port(), clock=clock) as reader:
+        for second in range(0, 20, 2):
+            clock.now = 1000.0 + second
+            reader.take([rank0(beat=min(second, 4))], {}, full=False)
+        assert [w.silent for w in reader.bus.workers] == [14.0]
+        clock.now += 1.0  # not read yet
+        assert [w.silent for w in reader.bus.workers] == [14.0]
+        clock.now += 1.0
+        reader.take([rank0(beat=4, boot=6)], {}, full=False)
+        assert [w.silent for w in reader.bus.workers] == [0.0]
+
+
+async def test_a_worker_whose_key_expired_stays_silent_until_it_is_forgotten() -> None:
+    clock = Clock()
+    async with reading(free_port(), clock=clock) as reader:
+        reader.take([rank0()], {}, full=False)
+        silences = []
+        while clock.now < 1000.0 + FORGET_SECONDS + 10.0:
+            clock.now += 5.0
+            reader.take([], {}, full=False)
+            silences += [w.silent for w in reader.bus.workers]
+        assert silences == [5.0 * n for n in range(1, int(FORGET_SECONDS) // 5 + 1)]
+
+
+async def test_silences_start_from_zero_after_a_time_without_readings() -> None:
+    clock = Clock()
+    async with reading(free_port(), clock=clock) as reader:
+        for at in (1000.0, 1004.0):
+            clock.now = at
+            reader.take([rank0()], {}, full=False)
+        clock.now = 1100.0
+        reader.take([rank0()], {}, full=False)
+        assert [w.silent for w in reader.bus.workers] == [0.0]
