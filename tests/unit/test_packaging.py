@@ -91,6 +91,12 @@ def test_only_engines_need_torch(role: str) -> None:
     assert not needed & {"torch", *names(EXTRAS["cuda"])}
 
 
+def test_h50_h61_the_operator_requires_clients_without_known_faults() -> None:
+    """kopf before 1.45 may stop to watch; kubernetes 36 sends no token from a pod."""
+    needed = requirements_of("operator").stdout.split("\n")
+    assert {"kopf>=1.45", "kubernetes>=37"} <= set(needed)
+
+
 def test_an_extra_of_extras_is_resolved() -> None:
     needed = names(requirements_of("dev").stdout.split("\n"))
     assert {"pytest", "redis", "gguf", "matplotlib", "kopf"} <= needed

@@ -47,50 +47,41 @@ def members(
     return RedisMembers(config, boot=rank + 1, network=network)
 
 
-class Group:
-    """Two ranks that have met, in threads of this process."""
-
-    def __init__(self, server: RedisServer, name: str, ports: str) -> None:
-        self._made: list[Any] = []
-        self.failed: list[BaseException] = []
-
-        def meet(rank: int) -> None:
-            try:
-                one = members(server, name, rank, port_range=ports)
-                comm, endpoint = one.meet(incarnation=7)
-                self._made += [PubSubFeed(comm, endpoint, 20), comm, one]
-            except BaseException as error:
-                self.failed.append(error)
-
-        threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(40)
-        held = server.client().hgetall(f"minisgl:{{svc}}:rdzv:{name}")
-        self.ports = [int(held[key]) for key in (b"store_port", b"feed_port")]
-
-    def close(self) -> None:
-        for one in self._made:
-            one.close()
-
-
-def test_h01_h02_two_groups_of_one_host_listen_on_other_ports_of_the_declared_range(
+def test_h01_h02_groups_that_start_at_once_on_one_host_listen_on_other_ports_of_the_range(
     server: RedisServer,
 ) -> None:
     first = free_port()
-    groups = [Group(server, name, f"{first}-{first + 30}") for name in ("g0", "g1")]
+    made: list[Any] = []
+    failed: list[BaseException] = []
+
+    def meet(group: str, rank: int) -> None:
+        try:
+            one = members(server, group, rank, port_range=f"{first}-{first + 30}")
+            comm, feed = one.meet(incarnation=7)
+            made.extend([PubSubFeed(comm, feed, 20), comm, one])
+        except BaseException as error:
+            failed.append(error)
+
+    groups = ["g0", "g1", "g2"]
+    threads = [
+        threading.Thread(target=meet, args=(group, rank)) for group in groups for rank in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(40)
     try:
-        assert [group.failed for group in groups] == [[], []]
-        ports = [port for group in groups for port in group.ports]
-        assert len(set(ports)) == 4
+        assert failed == []
+        keys = [f"minisgl:{{svc}}:rdzv:{group}" for group in groups]
+        held: list[Any] = [server.client().hgetall(key) for key in keys]
+        ports = [int(one[key]) for one in held for key in (b"store_port", b"feed_port")]
+        assert len(set(ports)) == 6
         assert all(first <= port <= first + 30 for port in ports)
         for port in ports:
-            with socket.create_connection(("127.0.0.1", port), 5):
-                pass
+            socket.create_connection(("127.0.0.1", port), 5).close()
     finally:
-        for group in groups:
-            group.close()
+        for one in made:
+            one.close()
 
 
 @pytest.mark.parametrize(
