@@ -169,6 +169,13 @@ class TestOneGroup:
         service.wait_ready()
         wait_until(ready.exists, 30, service.logs)
 
+    def test_only_ranks_load_torch(self, service: Deployment) -> None:
+        service.wait_ready()
+        ends = service.stream(requests(4, 8)).results()
+        assert [end.finish for end in ends] == ["length"] * 4
+        maps = {n: Path(f"/proc/{w.pid}/maps").read_text() for n, w in service.workers.items()}
+        assert {n for n, text in maps.items() if "libtorch" in text} == {"rank0.0", "rank0.1"}
+
     @pytest.mark.parametrize(
         "fault",
         [
