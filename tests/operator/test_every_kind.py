@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -56,25 +57,39 @@ def test_h54_nothing_is_written_into_an_object_but_its_status(
     assert "inconsistenc" not in operator.log()
 
 
-def test_h56_a_condition_of_somebody_else_stays_and_follows_its_writer(pair: Pair) -> None:
-    def write(reason: str) -> None:
-        condition = {
-            "type": "example.com/Audited", "status": "True", "reason": reason, "message": "",
-            "lastTransitionTime": "2026-01-01T00:00:00Z",
-        }  # fmt: skip
-        patch = [{"op": "add", "path": "/status/conditions/-", "value": condition}]
-        held = [c["type"] for c in pair.edge.status()["conditions"]]
-        if condition["type"] in held:
-            place = f"/status/conditions/{held.index('example.com/Audited')}"
-            patch = [{"op": "replace", "path": place, "value": condition}]
-        pair.edge.kubectl(
-            "patch", "minisglang/edge", "-n", pair.namespace, "--subresource=status",
-            "--type=json", f"--patch={json.dumps(patch)}",
-        )  # fmt: skip
-
+def test_h56_a_condition_of_somebody_else_is_theirs_alone(pair: Pair) -> None:
     for number, reason in itertools.product(range(1, 4), ("Passed", "Failed")):
-        write(reason)
+        audit(pair, reason)
         pair.edge.apply(**INGRESS | {"replicas": number})
         pair.edge.wait_observed()
-        assert pair.edge.condition("example.com/Audited")["reason"] == reason
+        assert pair.edge.condition(AUDITED)["reason"] == reason
         assert pair.edge.condition("Ready")
+    found = pair.api.kubectl.get(
+        "minisglang", "edge", "-n", pair.namespace, "--show-managed-fields"
+    )
+    owners = {
+        one["manager"] for one in found["metadata"]["managedFields"] if AUDITED in json.dumps(one)
+    }
+    assert owners == {"auditor"}
+    pair.edge.wait_told("RedisReady")
+    before = pair.api.writes(pair.namespace)
+    time.sleep(3)  # a status is written at most once a second
+    assert pair.api.writes(pair.namespace) == before
+
+
+AUDITED = "example.com/Audited"
+
+
+def audit(pair: Pair, reason: str) -> None:
+    """Write a condition, in front of all others."""
+    condition = {
+        "type": AUDITED, "status": "True", "reason": reason, "message": "",
+        "lastTransitionTime": "2026-01-01T00:00:00Z",
+    }  # fmt: skip
+    first = pair.edge.status()["conditions"][0]["type"]
+    operation = "replace" if first == AUDITED else "add"
+    patch = [{"op": operation, "path": "/status/conditions/0", "value": condition}]
+    pair.edge.kubectl(
+        "patch", "minisglang/edge", "-n", pair.namespace, "--subresource=status",
+        "--field-manager=auditor", "--type=json", f"--patch={json.dumps(patch)}",
+    )  # fmt: skip
