@@ -21,7 +21,7 @@ if [ -z "${CLUSTER_TOOLS:-}" ] && command -v go >/dev/null; then
     parts=()
     [ "$(id -u)" = 0 ] && command -v containerd >/dev/null || parts=(etcd k8s helm crds)
     bash tests/cluster/build_tools.sh "$tools" "${parts[@]}" >/dev/null 2>"$tools.log" \
-        || skip "what needs a Kubernetes API server: the build of its programs failed, see $tools.log"
+        || skip "what needs a part of the test cluster that could not be built, see $tools.log"
 fi
 [ -e /proc/driver/nvidia/version ] || nvidia-smi -L >/dev/null 2>&1 \
     || skip 'tests/gpu: there is no NVIDIA GPU'
