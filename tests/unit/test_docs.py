@@ -358,7 +358,7 @@ NOT_OURS = {
     "ErrImageNeverPull", "ErrImagePull", "ImageInspectError", "InvalidImageName",
     "RegistryUnavailable", "CreateContainerError", "RunContainerError", "FailedMapVolume",
     "PreemptionByScheduler", "DeletionByTaintManager", "DisruptionTarget", "PodScheduled",
-    "Initialized", "Running", "Memory", "Socket", "TCP",
+    "ReplicaFailure", "Initialized", "Running", "Memory", "Socket", "TCP",
 }  # fmt: skip
 """Words of the kubelet, of the controllers and of NCCL, which are read and not shown."""
 

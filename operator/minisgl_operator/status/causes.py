@@ -123,12 +123,21 @@ def _refusals(survey: Survey) -> Iterator[Trouble]:
     for key, warning in sorted(survey.observed.warnings.items()):
         if warning.reason != "FailedCreate" or _has_its_pods(survey, key):
             continue
-        reason = reason_of(403, warning.message, "Pod")
-        yield Trouble(reason, f"{key.kind} {key.name} gets no pod: {warning.message}")
+        yield _no_pod(key, warning.message)
+    for key, live in sorted(survey.observed.live.items(), key=lambda item: item[0]):
+        # The Event is about a ReplicaSet, which is not ours.
+        for told in (live.get("status") or {}).get("conditions") or ():
+            failed = told.get("type") == "ReplicaFailure" and told.get("status") == "True"
+            if key.kind == "Deployment" and failed:
+                yield _no_pod(key, told.get("message", ""))
+
+
+def _no_pod(key: Key, message: str) -> Trouble:
+    return Trouble(reason_of(403, message, "Pod"), f"{key.kind} {key.name} gets no pod: {message}")
 
 
 def _has_its_pods(survey: Survey, key: Key) -> bool:
-    """Whether a set or Deployment that could not create a pod once has all it wants by now."""
+    """Whether a child that could not create a pod once has all it wants by now."""
     live = survey.observed.live.get(key)
     if live is None or live["metadata"].get("deletionTimestamp"):
         return True
@@ -136,8 +145,10 @@ def _has_its_pods(survey: Survey, key: Key) -> bool:
     if key.kind == "StatefulSet" and place is not None:
         life = survey.current.get(place[0])
         return life is None or life.epoch != place[1] or len(life.pods) >= life.size
-    wanted = (live.get("spec") or {}).get("replicas", 1)
-    return bool((live.get("status") or {}).get("replicas", 0) >= wanted)
+    told = live.get("status") or {}
+    if key.kind == "Job":
+        return bool(told.get("active") or told.get("succeeded"))
+    return bool(told.get("replicas", 0) >= (live.get("spec") or {}).get("replicas", 1))
 
 
 def _nodes(survey: Survey) -> Iterator[Trouble]:

@@ -210,6 +210,27 @@ def test_a_failed_create_that_is_over_is_not_told() -> None:
     assert conditions(told(made, warnings=event))["Degraded"][0] == "False"
 
 
+def test_h11_a_deployment_whose_pods_are_refused_says_so_in_the_servers_words() -> None:
+    made = world()
+    gateway = made.live[Key("Deployment", "llm-gateway")]
+    failure = {"type": "ReplicaFailure", "status": "True", "message": "no PriorityClass named web"}
+    gateway["status"] = {"conditions": [failure]}
+    found = told(made)
+    assert conditions(found)["Degraded"] == ("True", "Forbidden")
+    assert "Deployment llm-gateway gets no pod: no Prio" in message(found, "Degraded")
+    failure["status"] = "False"
+    assert conditions(told(made))["Degraded"][0] == "False"
+
+
+@pytest.mark.parametrize(("status", "over"), [({}, False), ({"active": 1}, True)])
+def test_a_job_that_has_its_pod_by_now_is_not_told(status: dict[str, int], over: bool) -> None:
+    made = world()
+    key = Key("Job", "llm-model-1")
+    made.live[key] = {"kind": "Job", "metadata": {"name": key.name}, "status": status}
+    found = told(made, warnings={key: Warning("FailedCreate", "exceeded quota")})
+    assert (conditions(found)["Degraded"][0] == "False") is over
+
+
 CONTAINERS = [
     ("ErrImagePull", "ImagePullFailed"), ("InvalidImageName", "ImagePullFailed"),
     ("CreateContainerConfigError", "InvalidPodTemplate"),
