@@ -144,14 +144,25 @@ class RedisBus(Bus):
             keys = sorted(
                 set(self._writer.scan_iter(match=_glob(self._key("state:")) + "*", count=500))
             )
-            for data in self._writer.mget(keys) if keys else []:
+            found: Any = self._writer.mget(keys) if keys else []
+            for key, data in zip(keys, found, strict=True):
                 if data is None:
                     continue  # expired in between
                 try:
-                    states.append(messages.decode_state(data))  # type: ignore[arg-type]
+                    states.append(self._own_state(key.decode(errors="replace"), data))
                 except ValueError as error:
                     self._unreadable("a state", error)
         return states
+
+    def _own_state(self, key: str, data: bytes) -> WorkerState:
+        """The state in `data`. Raises `ValueError` if it speaks for another worker or group."""
+        state = messages.decode_state(data)
+        if key != self._key(f"state:{state.role}:{state.id}"):
+            raise ValueError(f"{key} holds that of {state.role} {state.id}")
+        load = state.load
+        if load is not None and (state.role, state.id) != ("rank", f"{load.group}/0"):
+            raise ValueError(f"{key} holds the load of group {load.group}")
+        return state
 
     # --- reading -------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from minisgl.bus import TOK, connect, detok_queue, reply_queue
 from minisgl.bus import redis as module
 from minisgl.bus.redis import RedisBus
 from minisgl.bus.rendezvous import Meeting, Rendezvous
-from minisgl.messages import Message, UserReply, WorkerState, encode
+from minisgl.messages import GroupLoad, Message, UserReply, WorkerState, encode, encode_state
 from tests.redis_server import RedisServer, documented_rules
 from tests.support import wait_until
 
@@ -164,6 +164,27 @@ def test_a_state_nested_deeply_hides_no_other(server: RedisServer, admin: redis.
     one.publish_state(state)
     admin.set(key("state:gateway:evil"), b"\x81\xa1z" + b"\x91" * 100_000)
     assert one.read_states() == [state] and one.errors == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "id", "group"),
+    [
+        pytest.param("rank:evil", "g0/0", "g0", id="under another worker's key"),
+        pytest.param("rank:g1/0", "g1/0", "g0", id="with another group's load"),
+        pytest.param("rank:g0/1", "g0/1", "g0", id="with a load that only rank 0 knows"),
+    ],
+)
+def test_a_state_in_the_name_of_another_worker_is_none(
+    name: str, id: str, group: str, server: RedisServer, admin: redis.Redis
+) -> None:
+    def state(id: str, group: str, incarnation: int) -> WorkerState:
+        load = GroupLoad(group=group, incarnation=incarnation, max_model_len=64)
+        return WorkerState(role="rank", id=id, boot=incarnation, beat=1, load=load)
+
+    one, true = bus(server), state("g0/0", "g0", 1)
+    one.publish_state(true)
+    admin.set(key(f"state:{name}"), encode_state(state(id, group, 2)))
+    assert one.read_states() == [true] and one.errors == 1
 
 
 def test_a_batch_too_long_for_an_entry_travels_in_several(
