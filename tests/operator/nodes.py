@@ -6,6 +6,7 @@ nodes, Leases, and the last delete of a pod that has ended. The controllers are 
 
 import json
 import ssl
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -49,15 +50,15 @@ class Nodes:
     def join(self) -> None:
         """Register all nodes, ready, with their Leases."""
         for name in self.nodes:
-            self._ask("POST", "/api/v1/nodes", {"metadata": {"name": name}}, known=409)
+            self._ask("POST", "/api/v1/nodes", {"metadata": {"name": name}}, known=(409,))
             self.tell(name, "True")
-            self._ask("POST", _LEASES, {"metadata": {"name": name}, "spec": {}}, known=409)
+            self._ask("POST", _LEASES, {"metadata": {"name": name}, "spec": {}}, known=(409,))
 
     def leave(self) -> None:
         """Take all nodes out of the cluster."""
         for name in self.nodes:
-            self._ask("DELETE", f"/api/v1/nodes/{name}", known=404)
-            self._ask("DELETE", f"{_LEASES}/{name}", known=404)
+            self._ask("DELETE", f"/api/v1/nodes/{name}", known=(404,))
+            self._ask("DELETE", f"{_LEASES}/{name}", known=(404,))
         self._http.close()
 
     def tell(self, name: str, ready: str) -> None:
@@ -93,7 +94,7 @@ class Nodes:
             elif self.nodes[at].power:
                 if going:
                     body = {"gracePeriodSeconds": 0}
-                    self._ask("DELETE", self._path(name), body, known=404)
+                    self._ask("DELETE", self._path(name), body, known=(404,))
                 elif name not in self.held_pods:
                     self._run(pod)
 
@@ -103,10 +104,11 @@ class Nodes:
         for node in self.nodes.values():
             used = sum(p["spec"].get("nodeName") == node.name for p in ranks)
             free = _role(pod) != "rank" or used < node.ranks
-            if free and node.name not in json.dumps(pod["spec"].get("affinity", {})):
+            avoided = f'"{node.name}"' in json.dumps(pod["spec"].get("affinity", {}))
+            if free and not avoided:
                 target = {"kind": "Node", "name": node.name}
                 body = {"metadata": {"name": name}, "target": target}
-                self._ask("POST", f"{self._path(name)}/binding", body)
+                self._ask("POST", f"{self._path(name)}/binding", body, known=(404, 409))
                 pod["spec"]["nodeName"] = node.name
                 return
         message = f"0/{len(self.nodes)} nodes are available: no room for ranks"
@@ -152,9 +154,12 @@ class Nodes:
         if answer.status_code != 404:  # it has just gone
             answer.raise_for_status()
 
-    def _ask(self, method: str, path: str, body: Any = None, known: int = 0, **more: Any) -> Any:
+    def _ask(
+        self, method: str, path: str, body: Any = None, known: Sequence[int] = (), **more: Any
+    ) -> Any:
+        """`known`: refusals that are none, as of a pod that has just gone."""
         answer = self._http.request(method, path, json=body, **more)
-        if answer.status_code != known and answer.is_error:
+        if answer.is_error and answer.status_code not in known:
             raise AssertionError(f"{method} {path}: {answer.text}")
         return answer.json()
 

@@ -85,3 +85,16 @@ def test_an_operator_that_hears_nothing_says_so_and_sees_all_once_it_is_back(
         proxy.heal()
         wait_until(lambda: "Service/qwen" in qwen.children(), 90, operator.log)
         assert operator.livez() == 200
+
+
+def test_a_server_that_starts_again_is_followed(
+    api_server: ApiServer, proxy: Proxy, qwen: Object, tmp_path: Path
+) -> None:
+    with Distant(api_server, tmp_path, proxy) as operator:
+        qwen.apply()
+        qwen.wait_children("Service/qwen")
+        api_server.server.stop()
+        api_server.server.start()
+        wait_until(api_server.ready, 60, api_server.server.tail)
+        qwen.delete_child("Service/qwen")
+        wait_until(lambda: "Service/qwen" in qwen.children(), 90, operator.log)

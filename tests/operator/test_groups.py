@@ -150,12 +150,16 @@ def make_claim(api: ApiServer, namespace: str, name: str, mode: str) -> None:
     api.kubectl.apply({**claim, "spec": spec})
 
 
-def test_h11_a_runtime_class_that_is_missing_is_named_in_a_condition(stage: Stage) -> None:
+def test_h11_a_class_that_is_missing_is_named_in_a_condition(stage: Stage) -> None:
     stage.apply(ranks={"runtimeClassName": "nvidia"})
     message = stage.wait_degraded("Forbidden", 'RuntimeClass "nvidia" not found')
     assert "StatefulSet qwen-g0-1 gets no pod" in message
+    template = {"spec": {"priorityClassName": "web"}}
+    stage.apply(gateway={"podTemplate": template})
+    message = stage.wait_degraded("Forbidden", "no PriorityClass with name web")
+    assert "Deployment qwen-gateway gets no pod" in message
     stage.ready()
-    assert stage.qwen.condition("Degraded")["status"] == "False"
+    stage.qwen.wait(lambda: stage.qwen.condition("Degraded")["status"] == "False")
 
 
 def test_h18_a_pod_that_cannot_go_from_a_lost_node_blocks_nothing_and_is_not_forced(
