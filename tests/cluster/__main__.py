@@ -10,11 +10,9 @@ import shutil
 import subprocess
 import sys
 
-from tests.cluster.cluster import ROOT, Cluster, folder, remove
+from tests.cluster.cluster import ROOT, TARGETS, Cluster, folder, remove
 from tests.cluster.images import BuildError
 from tests.cluster.programs import BUILD, Unavailable, tools_dir
-
-TARGETS = ("engine-cpu", "operator")
 
 
 def say(what: str) -> None:

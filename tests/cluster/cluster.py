@@ -58,6 +58,8 @@ PACKAGES = {
 }  # fmt: skip
 """The programs of the system that are needed, and Debian's packages of them."""
 HOST_NAME = "llm.example.com"
+TARGETS = ("engine-cpu", "operator")
+"""The images that an object on a CPU needs."""
 BASE_IMAGE = "docker.io/library/python:3.11-slim-bookworm"
 _HOSTS = Path("/etc/hosts")
 _MARK = "# MiniSGLang test cluster"
@@ -186,6 +188,10 @@ class Cluster:
         """Whether Kubernetes takes a node for Ready."""
         conditions = self.kubectl.get("node", node)["status"]["conditions"]
         return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+
+    def ingress_of(self, number: int) -> str:
+        """The ingress of one node (1, 2); the name of the host goes into the request."""
+        return f"http://{network.address(number)}"
 
     def load(self, *targets: str) -> list[str]:
         """Build the image of each target of the Dockerfile, give it to the nodes; their names.

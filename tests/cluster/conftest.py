@@ -6,14 +6,17 @@ MINISGL_TEST_INGRESS is then the URL of its ingress. What such a cluster lacks i
 """
 
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.cluster import HOST_NAME, Cluster
+from tests.cluster.cluster import HOST_NAME, TARGETS, Cluster, folder
+from tests.cluster.images import ROOT
 from tests.cluster.kubectl import Kubectl
+from tests.cluster.product import Product
 from tests.cluster.programs import Unavailable
 
 IMAGE = "MINISGL_TEST_IMAGE"
@@ -38,16 +41,20 @@ class Clusters:
         self._running: Cluster | None = None
         self._shape = (0, False)
 
-    def get(self, nodes: int = 2, quick_loss: bool = True) -> Cluster:
-        """A cluster of that shape with all its nodes; raises `Unavailable`."""
+    def get(
+        self, nodes: int = 2, quick_loss: bool = True, targets: tuple[str, ...] = ()
+    ) -> Cluster:
+        """A cluster of that shape with all its nodes, which have the images of these targets of
+        the Dockerfile when it is started for them; raises `Unavailable`."""
         if self._running is not None and self._shape == (nodes, quick_loss):
             for node in self._running.nodes:
                 node.restore()
             self._running.wait_until_ready()
             return self._running
         self.stop()
-        cluster = Cluster(nodes, quick_loss)
+        cluster = Cluster(nodes, quick_loss, models=models())
         try:
+            cluster.load(*targets)
             cluster.start()
         except BaseException:
             cluster.stop()
@@ -60,6 +67,30 @@ class Clusters:
         if self._running is not None:
             self._running.stop()
             self._running = None
+
+
+def models() -> Path:
+    """The folder of models that nodes of the tests' own cluster show: that of this machine, and
+    `tiny`, a random one that loads at once."""
+    shown = folder().parent / "cluster-models"
+    shutil.rmtree(shown, ignore_errors=True)
+    shown.mkdir(parents=True)
+    for model in (ROOT / ".models").glob("*/"):
+        # A symbolic link would lead out of what a pod sees.
+        shutil.copytree(model, shown / model.name, copy_function=_link)
+    from tests.tiny import build_tiny
+
+    tiny = build_tiny(shown / "tiny", max_position_embeddings=4096)
+    # Pods have a user of their own, and transformers keeps weights for the one who writes them.
+    (tiny / "model.safetensors").chmod(0o644)
+    return shown
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(os.path.realpath(source), target)
+    except OSError:  # another file system
+        shutil.copy2(source, target)
 
 
 @pytest.fixture(scope="session")
@@ -77,6 +108,17 @@ def cluster(clusters: Clusters) -> Cluster:
         pytest.skip(f"needs a cluster of its own: unset {IMAGE}")
     try:
         return clusters.get()
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture(scope="module")
+def product(clusters: Clusters) -> Product:
+    """The chart on a cluster of two nodes with Kubernetes' own time-outs."""
+    if _existing() is not None:
+        pytest.skip(f"needs a cluster of its own: unset {IMAGE}")
+    try:
+        return Product(clusters.get(quick_loss=False, targets=TARGETS))
     except Unavailable as reason:
         pytest.skip(str(reason))
 

@@ -1,0 +1,312 @@
+"""The product on a cluster: the chart's operator, and objects with their children and endpoints."""
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.cluster.cluster import Cluster
+from tests.cluster.images import ROOT
+from tests.cluster.kubectl import Kubectl, KubectlError
+from tests.cluster.load import Endpoint
+from tests.cluster.node import Node
+
+CHART = ROOT / "helm" / "minisglang"
+SYSTEM = "minisglang-system"
+NAMESPACE = "llm"
+RELEASE = "minisglang"
+GROUP = "minisglang.io"
+COMPONENT = "app.kubernetes.io/component"
+READY_SECONDS = 180.0
+STEADY_SECONDS = 3.0
+TINY = "pvc://models/tiny"
+Manifest = dict[str, Any]
+
+
+def on_node(name: str) -> Manifest:
+    """A pod template that keeps pods on one node."""
+    return {"spec": {"nodeSelector": {"kubernetes.io/hostname": name}}}
+
+
+class Seen:
+    """What an object's conditions said while a context lasts: (type, status, reason) each."""
+
+    def __init__(self, served: "Served") -> None:
+        self._served = served
+        self.conditions: set[tuple[str, str, str]] = set()
+        self._process: subprocess.Popen[str] | None = None
+        self._thread = threading.Thread(target=self._read, daemon=True)
+
+    def _read(self) -> None:
+        assert self._process is not None and self._process.stdout is not None
+        for line in self._process.stdout:
+            self.conditions |= {tuple(one.split(",")) for one in line.split()}  # type: ignore[misc]
+
+    def __enter__(self) -> "Seen":
+        shown = "{range .status.conditions[*]}{.type},{.status},{.reason} {end}{'\\n'}"
+        command = ["kubectl", "get", "msgl", self._served.name, f"--namespace={NAMESPACE}"]
+        self._process = subprocess.Popen(
+            [*command, "--watch", f"--output=jsonpath={shown}"],
+            env=self._served.kubectl.env, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+        self._thread.join()
+
+
+class Operator:
+    """The chart's release."""
+
+    def __init__(self, kubectl: Kubectl) -> None:
+        self.kubectl = kubectl
+
+    def helm(self, *args: str) -> str:
+        """What `helm ARGS` prints."""
+        done = subprocess.run(
+            ["helm", *args, "--namespace", SYSTEM], env=self.kubectl.env,
+            capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, f"helm {' '.join(args)}: {done.stderr}{done.stdout}"
+        return done.stdout
+
+    def install(self, *sets: str) -> None:
+        """Install or upgrade; until the operator's pod is ready."""
+        flags = [word for one in sets for word in ("--set", one)]
+        self.helm("upgrade", "--install", RELEASE, str(CHART), "--create-namespace", *flags)
+        self.wait()
+
+    def wait(self) -> None:
+        """Until the operator's Deployment is as it should be."""
+        self.kubectl(
+            "rollout", "status", f"deployment/{RELEASE}", f"--namespace={SYSTEM}",
+            "--timeout=120s", seconds=130,
+        )  # fmt: skip
+
+    def scale(self, replicas: int) -> None:
+        """Stop the operator (0), or start it again, and wait for that."""
+        where = (f"deployment/{RELEASE}", f"--namespace={SYSTEM}")
+        self.kubectl("scale", *where, f"--replicas={replicas}")
+        if replicas:
+            self.wait()
+        else:
+            self.kubectl.wait_for("no operator is left", lambda: not self.pods(), 60, "pods -A")
+
+    def pods(self) -> list[Manifest]:
+        found: list[Manifest] = self.kubectl.get("pods", f"--namespace={SYSTEM}")["items"]
+        return found
+
+
+@dataclass
+class Served:
+    """One object, and what belongs to it."""
+
+    kubectl: Kubectl
+    nodes: list[Node]
+    name: str
+    ingress: str
+
+    def apply(self, spec: Mapping[str, Any]) -> None:
+        """Create it, or replace what this test applied before."""
+        metadata = {"name": self.name, "namespace": NAMESPACE}
+        self.kubectl.apply(
+            {
+                "apiVersion": f"{GROUP}/v1alpha1", "kind": "MiniSGLang",
+                "metadata": metadata, "spec": spec,
+            }
+        )  # fmt: skip
+
+    def patch(self, spec: Mapping[str, Any]) -> None:
+        """Merge into the spec."""
+        text = json.dumps({"spec": spec})
+        self.ask("patch", "msgl", self.name, "--type=merge", f"--patch={text}")
+
+    def ask(self, *args: str, seconds: float = 60) -> str:
+        """`kubectl ARGS` in the object's namespace."""
+        return self.kubectl(*args, f"--namespace={NAMESPACE}", seconds=seconds)
+
+    def get(self, *args: str) -> Any:
+        """`kubectl get ARGS` in the object's namespace, read."""
+        return self.kubectl.get(*args, f"--namespace={NAMESPACE}")
+
+    @property
+    def object(self) -> Manifest:
+        found: Manifest = self.get("msgl", self.name)
+        return found
+
+    @property
+    def status(self) -> Manifest:
+        found: Manifest = self.object.get("status", {})
+        return found
+
+    def condition(self, kind: str) -> Manifest:
+        """A condition, or an empty one."""
+        held = (c for c in self.status.get("conditions", ()) if c["type"] == kind)
+        return next(held, {"status": "", "reason": "", "message": ""})
+
+    def watching(self) -> Seen:
+        """A context that notes what the conditions say meanwhile."""
+        return Seen(self)
+
+    def is_settled(self) -> bool:
+        """Ready, nothing changes, nothing is wrong, and all that is told of this generation."""
+        found = self.object
+        status = found.get("status", {})
+        held = {c["type"]: c["status"] for c in status.get("conditions", ())}
+        wanted = {"Ready": "True", "Progressing": "False", "Degraded": "False"}
+        return (
+            status.get("observedGeneration") == found["metadata"]["generation"]
+            and held.items() >= wanted.items()
+        )
+
+    def settle(self, seconds: float = READY_SECONDS) -> None:
+        """Until `is_settled`, and for longer than what has just happened needs to be seen."""
+        since: float | None = None
+
+        def steadily() -> bool:
+            nonlocal since
+            if not self.is_settled():
+                since = None
+            elif since is None:
+                since = time.monotonic()
+            return since is not None and time.monotonic() - since > STEADY_SECONDS
+
+        self.wait("the object is as it is wanted", steadily, seconds)
+
+    def wait(
+        self, what: str, condition: Callable[[], bool], seconds: float = READY_SECONDS
+    ) -> None:
+        """Until `condition` holds; a failure shows the object's conditions and pods."""
+        try:
+            self.kubectl.wait_for(what, condition, seconds, f"pods --namespace={NAMESPACE}")
+        except AssertionError as error:
+            lines = [
+                f"{c['type']}={c['status']} {c['reason']}: {c['message']}"
+                for c in self.status.get("conditions", ())
+            ]
+            raise AssertionError("\n".join([str(error), *lines, self.logs()])) from None
+
+    def logs(self) -> str:
+        """The last lines of the operator and of the object's pods."""
+        parts = []
+        for namespace, selector in (
+            (SYSTEM, "app.kubernetes.io/name=minisglang"),
+            (NAMESPACE, f"app.kubernetes.io/instance={self.name}"),
+        ):
+            try:
+                parts.append(
+                    self.kubectl(
+                        "logs", f"--namespace={namespace}", f"--selector={selector}", "--prefix",
+                        "--tail=6", "--max-log-requests=40", "--all-containers",
+                    )
+                )  # fmt: skip
+            except (KubectlError, subprocess.TimeoutExpired) as error:
+                parts.append(str(error))
+        return "\n".join(parts)[-6000:]
+
+    def pods(self, role: str = "", group: int | None = None) -> list[Manifest]:
+        """Its pods that are not on their way out, by name."""
+        wanted = [f"app.kubernetes.io/instance={self.name}"]
+        wanted += [f"{COMPONENT}={role}"] if role else []
+        wanted += [f"{GROUP}/group={group}"] if group is not None else []
+        items = self.get("pods", f"--selector={','.join(wanted)}")["items"]
+        kept = [pod for pod in items if "deletionTimestamp" not in pod["metadata"]]
+        return sorted(kept, key=lambda pod: str(pod["metadata"]["name"]))
+
+    def lives(self) -> set[tuple[int, int]]:
+        """Index and epoch of each group."""
+        return {(group["index"], group["epoch"]) for group in self.status["groups"]}
+
+    def endpoint(self, *keys: str) -> Endpoint:
+        """Behind the ingress, by its host name."""
+        return Endpoint(self.ingress, f"{self.name}.example.com", self.name, keys)
+
+    def processes(self, pod: Manifest, container: str) -> list[int]:
+        """The processes of a running container, as this machine counts them, oldest first."""
+        uid = pod["metadata"]["uid"]
+        (status,) = (s for s in pod["status"]["containerStatuses"] if s["name"] == container)
+        identity = status["containerID"].rpartition("/")[2]
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cgroup"):
+            try:
+                text = path.read_text()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if uid in text and identity in text:
+                found.append(int(path.parent.name))
+        return sorted(found)
+
+    def kill(self, pod: Manifest, container: str) -> None:
+        """SIGKILL to all processes of a container."""
+        for pid in self.processes(pod, container):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+    def delete(self) -> None:
+        """Until nothing of it is left; force for what a lost node holds."""
+        self.ask("delete", "msgl", self.name, "--ignore-not-found", "--wait=false")
+        self.kubectl.wait_for(
+            f"nothing of {self.name} is left",
+            lambda: not self._left(),
+            120,
+            f"all,msgl --namespace={NAMESPACE}",
+        )
+
+    def _left(self) -> list[Manifest]:
+        kinds = "pods,statefulsets,deployments,services,controllerrevisions"
+        selector = f"--selector=app.kubernetes.io/instance={self.name}"
+        found: list[Manifest] = self.get(kinds, selector)["items"]
+        return found
+
+
+class Product:
+    """A cluster with the chart installed and a namespace that has the models."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self.kubectl = cluster, cluster.kubectl
+        self.operator = Operator(cluster.kubectl)
+        level = {"pod-security.kubernetes.io/enforce": "privileged"}
+        metadata = {"name": NAMESPACE, "labels": level}
+        self.kubectl.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
+        cluster.claim_models(NAMESPACE)
+        self.operator.install()
+
+    def serve(self, name: str, **spec: Any) -> Served:
+        """Apply an object of that name, on the CPU, with the tiny model unless said otherwise."""
+        served = Served(self.kubectl, self.cluster.nodes, name, self.cluster.ingress_of(1))
+        served.apply(on_cpu(name, **spec))
+        return served
+
+
+def on_cpu(name: str, **spec: Any) -> Manifest:
+    """The spec of an object that this machine can run; `spec` replaces whole fields."""
+    return {
+        "model": {"uri": TINY, "servedName": name},
+        "engine": {
+            "device": "cpu", "dtype": "float32",
+            "extraArgs": ["--num-pages=8192"],
+        },
+        "failurePolicy": {"heartbeatTimeoutSeconds": 8, "backoffBaseSeconds": 5},
+        "ranks": {
+            "terminationGracePeriodSeconds": 20,
+            "podTemplate": {
+                "spec": {"containers": [{"name": "rank", "env": [
+                    {"name": "OMP_NUM_THREADS", "value": "1"}]}]}
+            },
+        },
+        "gateway": {"terminationGracePeriodSeconds": 90},
+        "ingress": {"host": f"{name}.example.com", "className": "traefik"},
+        **spec,
+    }  # fmt: skip

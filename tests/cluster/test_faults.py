@@ -1,0 +1,262 @@
+"""Whatever happens to an object's pods, children and operator: its streams go on, and it heals."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster.load import Load
+from tests.cluster.product import GROUP, SYSTEM, Manifest, Product, Served
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+NAME = "qwen"
+SHAPE = {
+    "replicas": 2,
+    "parallelism": {"tensor": 2},
+    "tokenizer": {"replicas": 2},
+    "detokenizer": {"replicas": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def qwen(product: Product) -> Iterator[Served]:
+    """Two groups of two ranks on the hosts' network."""
+    served = product.serve(NAME, **SHAPE)
+    served.settle()
+    yield served
+    served.delete()
+
+
+def restarts(served: Served) -> dict[str, int]:
+    """How often each rank's container was restarted in place, by the pod's name."""
+    return {
+        pod["metadata"]["name"]: sum(
+            s["restartCount"] for s in pod["status"].get("containerStatuses", ())
+        )
+        for pod in served.pods("rank")
+    }
+
+
+def uids(served: Served, role: str = "") -> set[str]:
+    return {pod["metadata"]["uid"] for pod in served.pods(role)}
+
+
+def unbroken(load: Load, served: Served) -> None:
+    """All is as wanted again, every client got a whole answer since, and none a wrong one."""
+    served.settle()
+    load.go_round()
+    assert not load.wrong()
+
+
+def test_a_deleted_rank_pod_costs_no_stream(qwen: Served) -> None:
+    with Load(qwen.endpoint()) as load:
+        victim = qwen.pods("rank", group=0)[0]["metadata"]
+        qwen.ask("delete", "pod", victim["name"], "--wait=false")
+        qwen.wait("the pod is another one", lambda: victim["uid"] not in uids(qwen, "rank"))
+        unbroken(load, qwen)
+
+
+def test_a_killed_rank_costs_no_stream_and_restarts_in_place(qwen: Served) -> None:
+    """H12: nobody hangs in a collective; H19: what it computed is replayed."""
+    before, lives = restarts(qwen), qwen.lives()
+    with Load(qwen.endpoint()) as load:
+        victim = qwen.pods("rank", group=1)[1]
+        qwen.kill(victim, "rank")
+        name = victim["metadata"]["name"]
+        qwen.wait("it restarted", lambda: restarts(qwen).get(name, 0) > before[name])
+        unbroken(load, qwen)
+    assert qwen.lives() == lives
+
+
+QUIET = "service,secret,ingress,networkpolicy,controllerrevision,poddisruptionbudget"
+"""Kinds of children in which nothing runs."""
+
+
+def children(served: Served, kinds: str) -> dict[tuple[str, str], Manifest]:
+    """Its living children of some kinds, by kind and name."""
+    items = served.get(kinds, f"--selector=app.kubernetes.io/instance={served.name}")["items"]
+    return {
+        (item["kind"], item["metadata"]["name"]): item
+        for item in items
+        if "deletionTimestamp" not in item["metadata"]
+        and item["metadata"]["ownerReferences"][0]["kind"] == "MiniSGLang"
+    }
+
+
+@pytest.mark.parametrize("kinds", ["deployment", "statefulset", QUIET])
+def test_every_child_comes_back_without_a_broken_stream(qwen: Served, kinds: str) -> None:
+    """H20, on a cluster where something runs in them."""
+    before = children(qwen, kinds)
+    assert len({kind for kind, _ in before}) == len(kinds.split(","))
+    with Load(qwen.endpoint()) as load:
+        for (kind, name), item in before.items():
+            uid = item["metadata"]["uid"]
+            qwen.ask("delete", kind.lower(), name, "--wait=false")
+            qwen.wait(
+                f"{kind} {name} is there again",
+                lambda uid=uid: (
+                    len(now := children(qwen, kinds)) >= len(before)
+                    and uid not in {one["metadata"]["uid"] for one in now.values()}
+                ),
+            )
+            if kinds != QUIET:
+                qwen.settle()
+        unbroken(load, qwen)
+    secrets = [key for key in before if key[0] == "Secret"]
+    after = children(qwen, kinds)
+    assert [after[key]["data"] for key in secrets] == [before[key]["data"] for key in secrets]
+
+
+def test_an_edited_field_is_repaired_without_a_broken_stream(qwen: Served) -> None:
+    target = f"deployment/{NAME}-tokenizer"
+    with Load(qwen.endpoint()) as load:
+        before = qwen.get(target)["spec"]["template"]["spec"]["containers"][0]["image"]
+        qwen.ask("set", "image", target, "tokenizer=nowhere.example/none:1")
+        qwen.wait(
+            "the image is the old one",
+            lambda: (
+                qwen.get(target)["spec"]["template"]["spec"]["containers"][0]["image"] == before
+            ),
+        )
+        qwen.ask("scale", f"deployment/{NAME}-gateway", "--replicas=0")
+        qwen.wait(
+            "a gateway is wanted",
+            lambda: qwen.get(f"deployment/{NAME}-gateway")["spec"]["replicas"] == 1,
+        )
+        unbroken(load, qwen)
+
+
+@pytest.mark.parametrize("how", ["kill", "delete"])
+def test_redis_restarts_and_streams_go_on(qwen: Served, how: str) -> None:
+    with Load(qwen.endpoint()) as load:
+        (redis,) = qwen.pods("redis")
+        ranks = restarts(qwen)
+        if how == "kill":
+            qwen.kill(redis, "redis")
+        else:
+            qwen.ask("delete", "pod", redis["metadata"]["name"], "--wait=false")
+        load.flow()
+        unbroken(load, qwen)
+    # Redis is no reason for a rank to end.
+    assert restarts(qwen) == ranks
+
+
+def test_the_operator_restarts_while_a_rank_dies(product: Product, qwen: Served) -> None:
+    with Load(qwen.endpoint()) as load:
+        qwen.kill(qwen.pods("rank", group=0)[0], "rank")
+        product.kubectl(
+            "delete", "pod", f"--namespace={SYSTEM}", "--selector=app.kubernetes.io/name=minisglang"
+        )
+        product.operator.wait()
+        unbroken(load, qwen)
+
+
+def test_ranks_form_again_without_the_operator(product: Product, qwen: Served) -> None:
+    product.operator.scale(0)
+    try:
+        before = restarts(qwen)
+        with Load(qwen.endpoint()) as load:
+            victim = qwen.pods("rank", group=0)[1]
+            name = victim["metadata"]["name"]
+            qwen.kill(victim, "rank")
+            qwen.wait("it restarted", lambda: restarts(qwen)[name] > before[name])
+            load.flow()
+            load.go_round()
+            assert not load.wrong()
+    finally:
+        product.operator.scale(1)
+    qwen.settle()
+
+
+def test_a_kubelet_without_a_pulse_is_no_lost_node(product: Product, qwen: Served) -> None:
+    """Its pods compute on, so nothing is done, and their streams go on."""
+    node = product.cluster.nodes[1]
+    before = uids(qwen)
+    with Load(qwen.endpoint()) as load:
+        node.kill_agents()
+        try:
+            product.kubectl.wait_for(
+                "n2 is not ready", lambda: not product.cluster.is_ready("n2"), 120, "nodes"
+            )
+            load.flow()
+            load.go_round()
+        finally:
+            node.start_agents()
+        product.cluster.wait_until_ready()
+        unbroken(load, qwen)
+    assert uids(qwen) >= {u for u in before if u in uids(qwen, "rank")}
+
+
+def test_a_drained_node_costs_no_stream(product: Product, qwen: Served) -> None:
+    """Also while a pod of an old set hangs Terminating."""
+    kubectl = product.kubectl
+    # On the node that stays: drain itself waits for every pod of its node to end.
+    held, group = next(
+        (pod["metadata"]["name"], int(pod["metadata"]["labels"][f"{GROUP}/group"]))
+        for pod in qwen.pods("rank")
+        if pod["spec"]["nodeName"] == "n1"
+    )
+    hold = '{"metadata": {"finalizers": ["tests.example.com/hold"]}}'
+    qwen.ask("patch", "pod", held, "--type=merge", f"--patch={hold}")
+    try:
+        with Load(qwen.endpoint()) as load:
+            qwen.patch({"restartedAt": str(time.time())})
+            qwen.wait(
+                "the group has another epoch",
+                lambda: all(p["metadata"]["name"] != held for p in qwen.pods("rank", group)),
+            )
+            unbroken(load, qwen)
+            kubectl(
+                "drain", "n2", "--ignore-daemonsets", "--delete-emptydir-data",
+                f"--pod-selector=app.kubernetes.io/instance={NAME}", "--timeout=150s", seconds=180,
+            )  # fmt: skip
+            unbroken(load, qwen)
+            assert {pod["spec"]["nodeName"] for pod in qwen.pods()} == {"n1"}
+    finally:
+        kubectl("uncordon", "n2")
+        free = '{"metadata": {"finalizers": null}}'
+        qwen.ask("patch", "pod", held, "--type=merge", f"--patch={free}")
+
+
+def test_objects_and_streams_outlive_the_chart(product: Product, qwen: Served) -> None:
+    """H35, H37: uninstalled and installed again under the same name."""
+    before = uids(qwen)
+    with Load(qwen.endpoint()) as load:
+        product.operator.helm("uninstall", "minisglang", "--wait")
+        load.flow()
+        load.go_round()
+        product.operator.install()
+        unbroken(load, qwen)
+    assert uids(qwen) == before
+
+
+def test_an_upgrade_of_the_operator_restarts_no_pod(product: Product, qwen: Served) -> None:
+    """H32: also with `image` unset and another default image."""
+    before = uids(qwen)
+    with Load(qwen.endpoint()) as load:
+        product.operator.install("defaults.image=nowhere.example/other:2", "operator.podLabels.a=b")
+        unbroken(load, qwen)
+        assert uids(qwen) == before
+    product.operator.install()
+
+
+def test_what_is_deleted_without_an_operator_finishes_its_streams(product: Product) -> None:
+    served = product.serve("brief", network={"hostNetwork": False})
+    served.settle()
+    endpoint = served.endpoint()
+    product.operator.scale(0)
+    try:
+        with Load(endpoint, clients=2, tokens=1500) as load:
+            counts = [len(one.answers) for one in load.progress]
+            served.ask("delete", "msgl", "brief", "--wait=false")
+            served.wait(
+                "each stream that was open has ended",
+                lambda: all(
+                    len(one.answers) > n for one, n in zip(load.progress, counts, strict=True)
+                ),
+            )
+            firsts = [one.answers[n] for one, n in zip(load.progress, counts, strict=True)]
+            assert [(a.finish, a.error) for a in firsts] == [("length", "")] * 2
+        served.delete()
+    finally:
+        product.operator.scale(1)
