@@ -8,7 +8,6 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import signal
@@ -21,9 +20,11 @@ from typing import Any
 import yaml
 from aiohttp import web
 
+from minisgl.logs import LOG_FORMATS, set_up_logging
 from minisgl_operator.handlers import Manager, run_kopf, watches
 from minisgl_operator.kube import WATCH_SECONDS, Api, ApiError
 from minisgl_operator.lease import LeaderLease, Lost
+from minisgl_operator.loop import Loop
 from minisgl_operator.metrics import Metrics
 from minisgl_operator.observed import Settings
 
@@ -34,7 +35,6 @@ WATCH_SILENCE = 3.0
 """In lengths of a watch: one that has not been opened anew for so long never will be."""
 LOOK_SILENCE_SECONDS = 180.0
 """Every object is looked at each ten seconds."""
-_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 class ConfigError(Exception):
@@ -60,9 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="watches are opened anew after so long; /livez fails when one is silent for three "
         f"times as long (default {WATCH_SECONDS})",
     )  # fmt: skip
-    run.add_argument("--log-format", choices=("json", "text"), default="json", help="default: json")
+    run.add_argument("--log-format", choices=LOG_FORMATS, default="json", help="default: json")
     args = parser.parse_args(argv)
-    _set_up_logging(args.log_format)
+    set_up_logging("operator", args.log_format)
+    logging.getLogger("kopf").setLevel(logging.WARNING)
     try:
         settings = read_settings(args.config)
     except ConfigError as error:
@@ -72,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if namespaces:
         settings = dataclasses.replace(settings, can_read_nodes=False)
     try:
-        return asyncio.run(_serve(settings, namespaces, args.port, args.watch_seconds))
+        with asyncio.Runner(loop_factory=Loop) as runner:
+            return runner.run(_serve(settings, namespaces, args.port, args.watch_seconds))
     except (ApiError, Lost, OSError) as error:
         log.error("%s", error)
         return 1
@@ -209,29 +211,3 @@ async def _listen(
     await runner.setup()
     await web.TCPSite(runner, None, port).start()
     return runner
-
-
-class _JsonFormatter(logging.Formatter):
-    """One object a line, with what was passed as `extra`."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, object] = {
-            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        line |= {k: str(v) for k, v in vars(record).items() if k not in _STANDARD}
-        if record.exc_info:
-            line["error"] = self.formatException(record.exc_info)
-        return json.dumps(line)
-
-
-def _set_up_logging(log_format: str) -> None:
-    handler = logging.StreamHandler()
-    if log_format == "json":
-        handler.setFormatter(_JsonFormatter())
-    else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    logging.getLogger("kopf").setLevel(logging.WARNING)

@@ -27,7 +27,8 @@ from minisgl.cli.flags import Parser, add_flags, from_args
 from minisgl.cli.main import COMMANDS, main
 from minisgl.config import EngineConfig, GatewayConfig, StartError, UsageError, WorkerConfig, flag
 from minisgl.launch.serve import LocalGatewayConfig, ServeConfig, as_arguments, serve_children
-from minisgl.lifecycle import PARENT_FD_ENV, LogFormatter, report_errors
+from minisgl.lifecycle import PARENT_FD_ENV, report_errors
+from minisgl.logs import LogFormatter
 from minisgl.messages import SamplingParams
 
 SERVICES = ["gateway", "tokenizer", "detokenizer", "engine"]

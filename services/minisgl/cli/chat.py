@@ -20,7 +20,8 @@ from minisgl.cli.serve import MODEL_HELP
 from minisgl.config import EngineConfig, StartError, UsageError
 from minisgl.launch.background import background_service
 from minisgl.launch.serve import ServeConfig, as_arguments
-from minisgl.lifecycle import Lifecycle, set_up_logging
+from minisgl.lifecycle import Lifecycle
+from minisgl.logs import set_up_logging
 
 if TYPE_CHECKING:
     import httpx

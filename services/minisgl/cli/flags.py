@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from minisgl.config import UsageError
-from minisgl.lifecycle import LOG_FORMATS, LOG_LEVELS, Lifecycle
+from minisgl.lifecycle import Lifecycle
+from minisgl.logs import LOG_FORMATS, LOG_LEVELS
 
 T = TypeVar("T")
 

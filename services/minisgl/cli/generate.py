@@ -8,7 +8,8 @@ from minisgl.cli.flags import Parser, Run, add_flags, add_log_flags, from_args
 from minisgl.cli.sampling import add_sampling_flags, given_sampling
 from minisgl.cli.serve import MODEL_HELP
 from minisgl.config import EngineConfig, UsageError
-from minisgl.lifecycle import Lifecycle, set_up_logging
+from minisgl.lifecycle import Lifecycle
+from minisgl.logs import set_up_logging
 
 
 def add_arguments(parser: Parser) -> Run:

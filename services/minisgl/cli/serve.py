@@ -7,7 +7,8 @@ import sys
 from minisgl.cli.flags import Parser, Run, add_flags, add_log_flags, from_args, log_arguments
 from minisgl.config import EngineConfig
 from minisgl.launch.serve import LocalGatewayConfig, ServeConfig, serve
-from minisgl.lifecycle import Lifecycle, set_up_logging
+from minisgl.lifecycle import Lifecycle
+from minisgl.logs import set_up_logging
 
 CLUSTER_ONLY = ("pod", "bus_password_file", "bus_ca_file")
 """Flags of the services that mean nothing where the launcher makes the bus."""

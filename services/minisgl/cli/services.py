@@ -20,7 +20,8 @@ from minisgl.cli.serve import MODEL_HELP, add_api_key
 from minisgl.config import EngineConfig, GatewayConfig, ProbedConfig, RankConfig, UsageError
 from minisgl.launch.serve import as_arguments
 from minisgl.launch.supervisor import ChildSpec, Supervisor, minisgl_command
-from minisgl.lifecycle import Lifecycle, end_process, set_up_logging
+from minisgl.lifecycle import Lifecycle, end_process
+from minisgl.logs import set_up_logging
 
 POD_STOP_SECONDS = 24 * 3600.0
 """Ranks of a pod may finish what they hold; the pod's own grace period ends them."""
