@@ -22,6 +22,7 @@ from redis.exceptions import (
     RedisError,
     ResponseError,
 )
+from redis.exceptions import TimeoutError as RedisTimeout
 
 from minisgl.messages import WorkerState, decode_state
 from minisgl_operator.observed import Bus, Meeting, Worker
@@ -30,6 +31,8 @@ READ_SECONDS = 2.0
 FORGET_SECONDS = 600.0
 """A worker that is silent for so long is no longer shown."""
 ANSWER_SECONDS = 2.0
+SAID_SECONDS = 30.0
+"""So long another sentence must be the only one before it is shown."""
 PAUSE_SECONDS = 6.0
 """After a gap between two readings as long as this, silences start from zero."""
 
@@ -79,6 +82,8 @@ class Reader:
         self._last_read: float | None = None
         self._started = clock()
         self._ever = False
+        self._said_at = self._started
+        """When the present sentence of a failure was last heard."""
         self._bus = Bus("starting")
         self._client = _client(address)
         self._task = asyncio.create_task(self._run(), name=f"bus {address.service}")
@@ -114,17 +119,29 @@ class Reader:
                 async with asyncio.timeout(3 * ANSWER_SECONDS):
                     states, meetings, full = await self._read()
             except (RedisError, OSError, TimeoutError) as error:
-                self._bus = Bus(
-                    _failure(error, self._ever, self.address),
-                    _sentence(error),
-                    workers=self._bus.workers,
-                    meetings=self._bus.meetings,
-                )
+                self.fail(error)
             else:
                 self.take(states, meetings, full)
             if _shape(self._bus) != before:
                 self._changed()
             await asyncio.sleep(READ_SECONDS)
+
+    def fail(self, error: BaseException) -> None:
+        """One reading that failed, which says nothing of the workers.
+
+        A name server that is slow at times makes another sentence each time, and each would be a
+        status to write: one that recurs stays, and a time-out, which says nothing, replaces none.
+        """
+        state, said = _failure(error, self._ever, self.address), _sentence(error)
+        held, now = self._bus, self._clock()
+        slow = isinstance(error, TimeoutError | RedisTimeout)
+        if state == held.state and slow:
+            said = held.message
+        if state != held.state or said == held.message or now - self._said_at >= SAID_SECONDS:
+            self._said_at = now
+        else:
+            said = held.message
+        self._bus = replace(held, state=state, message=said)
 
     def take(self, states: list[WorkerState], meetings: Mapping[str, Meeting], full: bool) -> None:
         """One reading: moves the silences of workers on."""

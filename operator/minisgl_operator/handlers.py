@@ -63,6 +63,12 @@ class Manager:
         await self.cache.close()
         await asyncio.gather(*(task.stop() for task in self._tasks.values()))
 
+    def saw(self, found: Manifest) -> None:
+        """An object is, or was, as in this event of another watch."""
+        if not self.cache.knows(found):
+            metadata = found["metadata"]
+            self.wake(metadata.get("namespace", ""), metadata["name"])
+
     def wake(self, namespace: str, name: str) -> None:
         """Something happened to an object: its task looks."""
         if task := self._tasks.get((namespace, name)):
@@ -80,15 +86,17 @@ class Manager:
         if kind == api.KIND:
             self._follow(namespace, metadata["name"])
         elif kind == "Event":
-            about = found.get("involvedObject", {}).get("name", "")
-            for (where, name), task in self._tasks.items():
-                if where == namespace and about.startswith(f"{name}-"):
-                    task.wake()
-        elif kind in ("Node", "Lease"):
-            return  # looked at with each tick
-        else:
-            instance = (metadata.get("labels") or {}).get("app.kubernetes.io/instance", "")
-            self.wake(namespace, instance)
+            about = found.get("involvedObject", {})
+            child = self.cache.get(about.get("kind", ""), namespace, about.get("name", ""))
+            if child is not None:  # else it wakes when it comes, if it is ours
+                self._wake_owner(child)
+        elif kind not in ("Node", "Lease"):  # those are looked at with each tick
+            self._wake_owner(found)
+
+    def _wake_owner(self, child: Manifest) -> None:
+        labels = child["metadata"].get("labels") or {}
+        instance = labels.get("app.kubernetes.io/instance", "")
+        self.wake(child["metadata"].get("namespace", ""), instance)
 
     def _follow(self, namespace: str, name: str) -> None:
         key = (namespace, name)
@@ -106,12 +114,28 @@ class Manager:
         self._metrics.objects.set(len(self._tasks))
 
 
+class _NoEssence(kopf.DiffBaseStorage):
+    """What kopf compares an object with: nothing, as no handler asks what changed. Its own takes
+    several copies of the object at each event."""
+
+    def build(self, **_: Any) -> kopf.BodyEssence:
+        """Nothing is essential."""
+        return kopf.BodyEssence()
+
+    def fetch(self, **_: Any) -> None:
+        """Nothing was kept."""
+
+    def store(self, **_: Any) -> None:
+        """Nothing is kept."""
+
+
 async def run_kopf(manager: Manager, namespaces: Sequence[str], stop: asyncio.Event) -> None:
     """Watch the objects until `stop` is set. Raises what ends kopf."""
     registry = kopf.OperatorRegistry()
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False  # Events are the reconcile tasks' to post
     settings.peering.standalone = True  # there is a Lease
+    settings.persistence.diffbase_storage = _NoEssence()
     settings.scanning.disabled = bool(namespaces)  # a namespaced operator may not look around
     settings.networking.error_backoffs = [1, 2, 5]
     settings.watching.server_timeout = WATCH_SECONDS
@@ -122,8 +146,8 @@ async def run_kopf(manager: Manager, namespaces: Sequence[str], stop: asyncio.Ev
         return kopf.login_with_service_account(**given) or kopf.login_with_kubeconfig(**given)
 
     @kopf.on.event(api.GROUP, api.VERSION, api.PLURAL, registry=registry)
-    async def changed(namespace: str | None, name: str, **_: Any) -> None:
-        manager.wake(namespace or "", name)
+    async def changed(event: kopf.RawEvent, **_: Any) -> None:
+        manager.saw(dict(event["object"]))
 
     with contextlib.suppress(asyncio.CancelledError):
         await kopf.operator(

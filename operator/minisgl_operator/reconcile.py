@@ -47,6 +47,8 @@ log = logging.getLogger(__name__)
 RESYNC_SECONDS = 10.0
 TICK_SECONDS = 2.0
 """How often an object is looked at while workers, or nodes, may be silent."""
+NODES_SECONDS = 0.5
+"""Every object wants to know of every node: what one task has worked out serves the others."""
 SETTLE_SECONDS = 0.05
 """Events of one change come in a bunch: one look serves them all."""
 STATUS_SECONDS = 1.0
@@ -72,8 +74,16 @@ class Nodes:
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
         self._leases: dict[str, tuple[str, float]] = {}
+        self._found: dict[str, Node] = {}
+        self._found_at = -NODES_SECONDS
 
-    def look(self, now: float) -> dict[str, Node]:
+    def look(self, now: float) -> Mapping[str, Node]:
+        """By name; the same for all tasks that look within `NODES_SECONDS`."""
+        if now - self._found_at >= NODES_SECONDS:
+            self._found, self._found_at = self._look(now), now
+        return self._found
+
+    def _look(self, now: float) -> dict[str, Node]:
         leases = {}
         for lease in self._cache.all("Lease"):
             name = lease["metadata"]["name"]
@@ -125,6 +135,8 @@ class Task:
         """Names that another's object held, and when that was seen."""
         self._settled: dict[Key, tuple[str, str]] = {}
         """By child: what was applied, and what the server made of it."""
+        self._same: dict[Key, tuple[str, str]] = {}
+        """By child: the manifest, and the resource version that was found to have all of it."""
         self._reader: bus.Reader | None = None
         self._password: str | None = None
         self._named: dict[Key, tuple[float, Manifest | None]] = {}
@@ -209,6 +221,7 @@ class Task:
         self._refused.clear()
         self._foreign.clear()
         self._settled.clear()
+        self._same.clear()
         self._named.clear()
         self._posted.clear()
         self._password = None
@@ -348,6 +361,7 @@ class Task:
                 await self._post(observed, action)
         applied = {Key.of(a.manifest) for a in decided.actions if isinstance(a, Apply)}
         self._refused = {k: one for k, one in self._refused.items() if k in applied}
+        self._same = {k: one for k, one in self._same.items() if k in applied}
         return replace(
             observed,
             foreign=frozenset(foreign),
@@ -362,7 +376,9 @@ class Task:
             return True
         live = observed.live.get(key)
         if live is not None:
-            if not drift.differs(manifest, live):
+            compared = (digest, str(live["metadata"].get("resourceVersion")))
+            if self._same.get(key) == compared or not drift.differs(manifest, live):
+                self._same[key] = compared
                 self._refused.pop(key, None)
                 return True
             if self._settled.get(key) == (digest, _projection(manifest, live)):
@@ -404,7 +420,8 @@ class Task:
     async def _post(self, observed: Observed, event: Post) -> None:
         """An Event; the same one at most once in ten minutes. None is worth a failed look."""
         said = (event.reason, event.message)
-        if observed.now - self._posted.get(said, -1e9) < 600:
+        self._posted = {k: at for k, at in self._posted.items() if observed.now - at < 600}
+        if said in self._posted:
             return
         self._posted[said] = observed.now
         stamp = rfc3339(observed.wall)
@@ -452,7 +469,8 @@ class Task:
             if error.status == 404:  # it has just been deleted
                 return RESYNC_SECONDS
             raise
-        self._cache.put(answer)
+        # Our own status is worth another look only if it came upon another spec.
+        self._cache.put(answer, tell=_generation(answer) != _generation(found))
         return RESYNC_SECONDS
 
 
@@ -465,6 +483,10 @@ def belongs(child: Manifest, obj: MiniSGLang) -> bool:
     ours = names.common(obj)
     del ours[names.OBJECT_UID]  # an orphan carries that of its former object
     return all(labels.get(k) == v for k, v in ours.items())
+
+
+def _generation(found: Manifest) -> object:
+    return found["metadata"].get("generation")
 
 
 def _by_type(status: Mapping[str, Any]) -> dict[str, Any]:
