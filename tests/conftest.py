@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.apiserver import ApiServer
+from tests.cluster.programs import Unavailable
+
 # Before torch is imported anywhere: the tests share few cores with the servers that they start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -39,6 +42,17 @@ def real_model() -> Path:
             pytest.fail(f"{MODEL_ENV}={given} is no model folder: it has no config.json")
         pytest.skip("needs the real model: run scripts/get_model.py")
     return folder
+
+
+@pytest.fixture(scope="session")
+def api_server() -> Iterator[ApiServer]:
+    """Kubernetes' API and nothing that acts on it: tests play scheduler, kubelet, controllers."""
+    try:
+        server = ApiServer()
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    with server:
+        yield server
 
 
 @pytest.fixture(scope="session")

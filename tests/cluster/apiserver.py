@@ -10,8 +10,9 @@ namespace that is deleted stays Terminating, children outlive their owners, and 
 foreground deletion stay. `ApiServer(controllers=["garbage-collector-controller", ...])` runs the
 real ones (`["*"]`: all that kube-controller-manager runs by default).
 
-`writes()` reads the audit log: who wrote what. `server` and `etcd` can be stopped and started
-again. Needs openssl and the programs of `make cluster-tools`; else it raises `Unavailable`.
+`requests()` reads the audit log: who wrote what, and what service accounts read. `server` and
+`etcd` can be stopped and started again. Needs openssl and the programs of `make cluster-tools`;
+else it raises `Unavailable`.
 """
 
 import json
@@ -21,7 +22,7 @@ import ssl
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -34,28 +35,36 @@ from tests.support import wait_until
 
 SERVICE_CIDR = "10.96.0.0/16"
 KUBERNETES_SERVICE = "10.96.0.1"
+_WRITES = ("create", "update", "patch", "delete", "deletecollection")
 _AUDIT = {
     "apiVersion": "audit.k8s.io/v1",
     "kind": "Policy",
-    "omitStages": ["RequestReceived"],
+    "omitStages": ["RequestReceived", "ResponseStarted"],
     "rules": [
-        {"level": "Metadata", "verbs": ["create", "update", "patch", "delete", "deletecollection"]},
+        {"level": "Metadata", "verbs": list(_WRITES)},
+        {"level": "Metadata", "userGroups": ["system:serviceaccounts"]},
         {"level": "None"},
     ],
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Write:
-    """One request that changed something, as the audit log has it."""
+class Request:
+    """One request, as the audit log has it."""
 
     verb: str
     resource: str
     """Plural, with a subresource as `pods/status`."""
     namespace: str
     name: str
-    user_agent: str
+    user: str
+    """Such as `system:serviceaccount:NAMESPACE:NAME`."""
     code: int
+
+    @property
+    def writes(self) -> bool:
+        """Whether it may have changed something."""
+        return self.verb in _WRITES
 
 
 class ApiServer:
@@ -186,25 +195,25 @@ class ApiServer:
         except (urllib.error.URLError, TimeoutError, ConnectionError):
             return False
 
-    def writes(self, namespace: str | None = None) -> list[Write]:
+    def writes(self, namespace: str | None = None) -> list[Request]:
         """All requests so far that changed something, in their order."""
-        found = []
-        for line in self.audit_log.read_text().splitlines():
-            event: dict[str, Any] = json.loads(line)
-            of = event.get("objectRef", {})
-            if namespace is None or of.get("namespace", "") == namespace:
-                resource = "/".join(filter(None, [of.get("resource"), of.get("subresource")]))
-                found.append(
-                    Write(
-                        verb=event["verb"],
-                        resource=resource,
-                        namespace=of.get("namespace", ""),
-                        name=of.get("name", ""),
-                        user_agent=event.get("userAgent", ""),
-                        code=event.get("responseStatus", {}).get("code", 0),
-                    )
+        found = (one for one in self.requests() if one.writes)
+        return [one for one in found if namespace in (None, one.namespace)]
+
+    def requests(self) -> Iterator[Request]:
+        """Writes of all users, and whatever service accounts asked for; watches once they end."""
+        with self.audit_log.open() as lines:
+            for line in lines:
+                event: dict[str, Any] = json.loads(line)
+                of = event.get("objectRef", {})
+                yield Request(
+                    verb=event["verb"],
+                    resource="/".join(filter(None, [of.get("resource"), of.get("subresource")])),
+                    namespace=of.get("namespace", ""),
+                    name=of.get("name", ""),
+                    user=event["user"]["username"],
+                    code=event.get("responseStatus", {}).get("code", 0),
                 )
-        return found
 
     def __enter__(self) -> "ApiServer":
         try:

@@ -2,24 +2,35 @@
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.cluster.apiserver import ApiServer
-from tests.cluster.programs import Unavailable, tools_dir
+from tests.cluster.programs import tools_dir
+from tests.operator.running import Operator, install_chart
 
 _numbers = itertools.count()
 
 
-@pytest.fixture(scope="session")
-def api_server() -> Iterator[ApiServer]:
-    """The API and nothing that acts on it: the test plays scheduler, kubelet and controllers."""
-    try:
-        server = ApiServer()
-    except Unavailable as reason:
-        pytest.skip(str(reason))
-    with server:
-        yield server
+@pytest.fixture(scope="module")
+def installed(api_server: ApiServer) -> ApiServer:
+    """The API with the chart's release, whose operator does not run as a pod."""
+    install_chart(api_server)
+    return api_server
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the module's operators."""
+    return tmp_path_factory.mktemp("operator")
+
+
+@pytest.fixture(scope="module")
+def operator(installed: ApiServer, folder: Path) -> Iterator[Operator]:
+    """One operator for all tests of a module."""
+    with Operator(installed, folder) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

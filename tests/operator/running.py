@@ -3,36 +3,70 @@
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Collection
 from pathlib import Path
 from types import TracebackType
 
 import yaml
 
-from tests.cluster.apiserver import ApiServer
+from tests.cluster.apiserver import ApiServer, Request
 from tests.cluster.programs import find, free_ports
 from tests.support import wait_until
 
 CHART = Path(__file__).resolve().parents[2] / "helm" / "minisglang"
 RELEASE_NAMESPACE = "minisglang-system"
+ACCOUNT = "release-minisglang"
+QUIET_SECONDS = 12.0
 PROGRAM = "import sys; from minisgl_operator.main import main; sys.exit(main())"
 IMAGE = "registry.example/engine-{device}:1"
 
 
 def install_chart(api: ApiServer, *sets: str) -> None:
-    """`helm upgrade --install` of the release that every test of this tier shares."""
+    """`helm upgrade --install` of the release that every test of this tier shares; returns when
+    objects can be made."""
     helm = find("helm")["helm"]
     flags = [word for one in sets for word in ("--set", one)]
     done = subprocess.run(
-        [helm, "upgrade", "--install", "release", str(CHART), f"--namespace={RELEASE_NAMESPACE}",
-         "--create-namespace", *flags],
+        # Without values of its own an upgrade would keep those of another test.
+        [helm, "upgrade", "--install", "--reset-values", "release", str(CHART),
+         f"--namespace={RELEASE_NAMESPACE}", "--create-namespace", *flags],
         env=api.kubectl.env, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    api.kubectl("wait", "--for=condition=Established", "crd/minisglangs.minisglang.io")
+
+
+def requests_of_operator(api: ApiServer) -> list[Request]:
+    """All that it asked of the server so far, watches that go on left out."""
+    user = f"system:serviceaccount:{RELEASE_NAMESPACE}:{ACCOUNT}"
+    return [one for one in api.requests() if one.user == user]
+
+
+def writes_of_operator(api: ApiServer, namespaces: Collection[str] = ()) -> list[Request]:
+    """What it wrote so far (there); its Lease, which it renews all the time, left out."""
+    found = (r for r in requests_of_operator(api) if r.writes and r.resource != "leases")
+    return [r for r in found if not namespaces or r.namespace in namespaces]
+
+
+def settle(api: ApiServer, seconds: float, namespaces: Collection[str] = ()) -> None:
+    """Return when the operator has written nothing (there) for longer than a resync."""
+    seen, since = -1, time.monotonic()
+
+    def quiet() -> bool:
+        nonlocal seen, since
+        count = len(writes_of_operator(api, namespaces))
+        if count != seen:
+            seen, since = count, time.monotonic()
+        time.sleep(0.5)  # the audit log may be long
+        return time.monotonic() - since > QUIET_SECONDS
+
+    wait_until(quiet, seconds, lambda: str(writes_of_operator(api, namespaces)[-5:]))
 
 
 def account_kubeconfig(api: ApiServer, folder: Path) -> Path:
     """A kubeconfig of the chart's ServiceAccount, which may do what its roles say and no more."""
-    token = api.kubectl("create", "token", "release-minisglang", "-n", RELEASE_NAMESPACE).strip()
+    token = api.kubectl("create", "token", ACCOUNT, "-n", RELEASE_NAMESPACE).strip()
     config = yaml.safe_load(api.kubeconfig.read_text())
     (user,) = config["users"]
     user["user"] = {"token": token}
@@ -68,6 +102,11 @@ class Operator:
         log.close()
         if acts:
             wait_until(lambda: self.log().count("watching ") > seen, 60, self.log)
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
 
     def log(self) -> str:
         return self._log.read_text() if self._log.exists() else ""

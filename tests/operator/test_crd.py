@@ -64,7 +64,6 @@ def create(
 @pytest.fixture
 def crd(api_server: ApiServer) -> ApiServer:
     install_chart(api_server)
-    api_server.kubectl("wait", "--for=condition=Established", "crd/minisglangs.minisglang.io")
     return api_server
 
 

@@ -2,15 +2,14 @@
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cluster.apiserver import ApiServer, Write
+from tests.cluster.apiserver import ApiServer
 from tests.cluster.kubectl import Kubectl, KubectlError
-from tests.operator.running import Operator, install_chart
+from tests.operator.running import Operator, writes_of_operator
 from tests.support import wait_until
 
 KINDS = (
@@ -18,24 +17,6 @@ KINDS = (
 )
 OURS = "app.kubernetes.io/managed-by=minisgl-operator"
 AT_REST_SECONDS = 12.0  # more than one resync
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("operator")
-
-
-@pytest.fixture(scope="module")
-def installed(api_server: ApiServer) -> ApiServer:
-    install_chart(api_server)
-    api_server.kubectl("wait", "--for=condition=Established", "crd/minisglangs.minisglang.io")
-    return api_server
-
-
-@pytest.fixture(scope="module")
-def operator(installed: ApiServer, folder: Path) -> Iterator[Operator]:
-    with Operator(installed, folder) as running:
-        yield running
 
 
 def manifest(name: str, namespace: str, **spec: Any) -> dict[str, Any]:
@@ -112,10 +93,6 @@ def qwen(installed: ApiServer, operator: Operator, namespace: str) -> Object:
     return one
 
 
-def writes_of_operator(api: ApiServer, namespace: str) -> list[Write]:
-    return [w for w in api.writes(namespace) if w.resource != "leases"]
-
-
 def test_an_object_gets_its_children_and_then_nothing_is_written(
     installed: ApiServer, qwen: Object
 ) -> None:
@@ -125,9 +102,9 @@ def test_an_object_gets_its_children_and_then_nothing_is_written(
         "Secret/qwen-redis", "Ingress/qwen",
     } <= set(qwen.children())  # fmt: skip
     qwen.wait_told("RedisReady")
-    before = writes_of_operator(installed, qwen.namespace)
+    before = writes_of_operator(installed, [qwen.namespace])
     time.sleep(AT_REST_SECONDS)  # the absence of something has no condition to wait for
-    assert writes_of_operator(installed, qwen.namespace) == before
+    assert writes_of_operator(installed, [qwen.namespace]) == before
 
 
 @pytest.mark.parametrize(
@@ -260,11 +237,11 @@ def test_an_upgrade_of_the_operator_restarts_no_model(
     request.addfinalizer(operator.start)
     upgraded = Operator(installed, folder, "upgraded", image="registry.example/engine-{device}:2")
     with upgraded:
-        seen = len(writes_of_operator(installed, qwen.namespace))
+        seen = len(writes_of_operator(installed, [qwen.namespace]))
         qwen.kubectl("annotate", "minisglang/qwen", "touched=1", "-n", qwen.namespace)
         time.sleep(AT_REST_SECONDS)
         after = {k: c for k, c in qwen.children().items() if k.startswith("StatefulSet/")}
-        ours = writes_of_operator(installed, qwen.namespace)[seen:]
+        ours = writes_of_operator(installed, [qwen.namespace])[seen:]
         assert [w for w in ours if w.verb == "delete"] == []
     assert {k: c["metadata"]["uid"] for k, c in after.items()} == {
         k: c["metadata"]["uid"] for k, c in sets.items()
