@@ -91,6 +91,7 @@ def _host(obj: str, turn: int) -> Change:
 
 
 CHANGES = (_groups, _gateways, _label, _host, _revision)
+"""Each makes a change of an object's name and of how often it was asked for that object before."""
 
 
 def _arguments(child: Manifest) -> list[str]:
