@@ -315,10 +315,11 @@ def test_h52_ready_is_never_told_of_a_generation_whose_ranks_crash(stage: Stage)
 
     def crashes() -> bool:
         found = stage.qwen.get()
-        ready = next(c for c in found["status"]["conditions"] if c["type"] == "Ready")
-        if ready["observedGeneration"] == found["metadata"]["generation"]:
-            told.append(ready["status"])
-        return stage.qwen.condition("Degraded").get("reason") == "BackOff"
+        conditions = {c["type"]: c for c in found["status"]["conditions"]}
+        if conditions["Ready"]["observedGeneration"] != found["metadata"]["generation"]:
+            return False
+        told.append(conditions["Ready"]["status"])
+        return bool(conditions["Degraded"]["reason"] == "BackOff")
 
     stage.qwen.wait(crashes, SETTLES)
     assert set(told) == {"False"}
