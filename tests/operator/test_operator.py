@@ -8,74 +8,12 @@ from typing import Any
 import pytest
 
 from tests.cluster.apiserver import ApiServer
-from tests.cluster.kubectl import Kubectl, KubectlError
+from tests.cluster.kubectl import KubectlError
+from tests.operator.objects import Object
 from tests.operator.running import Operator, writes_of_operator
 from tests.support import wait_until
 
-KINDS = (
-    "deployment,statefulset,service,networkpolicy,poddisruptionbudget,controllerrevision,ingress"
-)
-OURS = "app.kubernetes.io/managed-by=minisgl-operator"
 AT_REST_SECONDS = 12.0  # more than one resync
-
-
-def manifest(name: str, namespace: str, **spec: Any) -> dict[str, Any]:
-    return {
-        "apiVersion": "minisglang.io/v1alpha1",
-        "kind": "MiniSGLang",
-        "metadata": {"name": name, "namespace": namespace},
-        "spec": {"model": {"uri": "pvc://models/m"}, "engine": {"device": "cpu"}} | spec,
-    }
-
-
-class Object:
-    """One object and what the operator makes of it."""
-
-    def __init__(self, kubectl: Kubectl, namespace: str, name: str = "qwen") -> None:
-        self.kubectl, self.namespace, self.name = kubectl, namespace, name
-
-    def apply(self, **spec: Any) -> None:
-        self.kubectl.apply(manifest(self.name, self.namespace, **spec))
-
-    def wait_observed(self) -> None:
-        def observed() -> bool:
-            found = self.get()
-            seen = found.get("status", {}).get("observedGeneration")
-            return bool(seen == found["metadata"]["generation"])
-
-        wait_until(observed, 30, lambda: json.dumps(self.get()))
-
-    def get(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.kubectl.get("minisglang", self.name, "-n", self.namespace)
-        return found
-
-    def condition(self, type: str) -> dict[str, str]:
-        conditions = self.get().get("status", {}).get("conditions", [])
-        return next((c for c in conditions if c["type"] == type), {})
-
-    def wait_told(self, type: str) -> None:
-        """Until the operator has tried what this condition speaks of."""
-        wait_until(
-            lambda: "connecting" in self.condition(type).get("message", ""),
-            30,
-            lambda: str(self.condition(type)),
-        )
-        self.wait_observed()
-
-    def children(self) -> dict[str, dict[str, Any]]:
-        found = self.kubectl.get(f"{KINDS},secret", "-n", self.namespace, "-l", OURS)
-        return {f"{one['kind']}/{one['metadata']['name']}": one for one in found["items"]}
-
-    def uids(self) -> dict[str, str]:
-        return {key: one["metadata"]["uid"] for key, one in self.children().items()}
-
-    def delete_child(self, key: str) -> None:
-        self.kubectl("delete", key, "-n", self.namespace, "--wait=false")
-
-    def wait_children(self, *keys: str) -> None:
-        wait_until(
-            lambda: set(keys) <= set(self.children()), 30, lambda: str(self.children().keys())
-        )
 
 
 @pytest.fixture
@@ -84,11 +22,7 @@ def qwen(installed: ApiServer, operator: Operator, namespace: str) -> Object:
     one.apply(replicas=2, gateway={"replicas": 2}, ingress={"host": "llm.example.com"})
     one.wait_children("StatefulSet/qwen-g0-1", "StatefulSet/qwen-g1-1", "Ingress/qwen")
     # A status is written at most once a second: the first one knows of no group yet.
-    wait_until(
-        lambda: len(one.get().get("status", {}).get("groups", [])) == 2,
-        30,
-        lambda: json.dumps(one.get()),
-    )
+    one.wait(lambda: len(one.status().get("groups", [])) == 2)
     one.wait_observed()
     return one
 
@@ -105,21 +39,6 @@ def test_an_object_gets_its_children_and_then_nothing_is_written(
     before = writes_of_operator(installed, [qwen.namespace])
     time.sleep(AT_REST_SECONDS)  # the absence of something has no condition to wait for
     assert writes_of_operator(installed, [qwen.namespace]) == before
-
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        "Deployment/qwen-gateway", "Deployment/qwen-tokenizer", "Deployment/qwen-detokenizer",
-        "Deployment/qwen-redis", "Service/qwen", "Service/qwen-ranks", "Service/qwen-redis",
-        "NetworkPolicy/qwen-redis", "PodDisruptionBudget/qwen-gateway", "Ingress/qwen",
-    ],
-)  # fmt: skip
-def test_a_deleted_child_comes_back_within_seconds(qwen: Object, key: str) -> None:
-    """Field case H20."""
-    uid = qwen.uids()[key]
-    qwen.delete_child(key)
-    wait_until(lambda: qwen.uids().get(key, uid) != uid, 15, lambda: str(qwen.children().keys()))
 
 
 def test_a_deleted_group_comes_back_under_the_next_epoch(qwen: Object) -> None:
