@@ -5,8 +5,10 @@ name to resolve and no port to agree on beforehand, and a rank of another revisi
 Everybody else learns here which incarnation of the group is the present one.
 """
 
+import re
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,7 @@ from minisgl.config import StartError, UsageError
 from minisgl.messages import decode_state
 
 POLL_SECONDS = 0.1
+_NOBODY = "no rank 0 has opened a rendezvous"
 
 _OPEN = """
 local held = redis.call('HGET', KEYS[1], 'incarnation')
@@ -34,8 +37,11 @@ return 1
 _JOIN = """
 if redis.call('HGET', KEYS[1], 'incarnation') ~= ARGV[1] then return -1 end
 if redis.call('HGET', KEYS[1], 'phase') ~= 'forming' then return -1 end
-return redis.call('HSETNX', KEYS[1], ARGV[2], ARGV[3])
+redis.call('HSETNX', KEYS[1], ARGV[2], ARGV[3])
+if redis.call('HGET', KEYS[1], ARGV[2]) ~= ARGV[3] then return 0 end
+return 1
 """
+"""1 also for who has joined already: its answer may have been lost on the way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +97,8 @@ class Rendezvous:
             "boot.0": f"{boot:016x}",
         }
         held = self._read().get("incarnation", "")
+        if held == self._fields["incarnation"]:
+            return True  # the answer to an earlier try was lost, and others may have joined since
         flat = [part for pair in self._fields.items() for part in pair]
         return bool(self._call(lambda: self._client.eval(
             _OPEN, 1, self._key, held, str(self._expire), *flat
@@ -113,7 +121,7 @@ class Rendezvous:
         """Rank 0: everybody is there and warm."""
         self._mine()
         self._fields["phase"] = "formed"
-        self._call(lambda: self._client.hset(self._key, "phase", "formed"))
+        self._publish()
 
     def keep(self) -> None:
         """Rank 0, each second: publish again after a flush.
@@ -121,8 +129,7 @@ class Rendezvous:
         Raises `ReplacedError` if another incarnation stands there.
         """
         if not self._mine():
-            mapping: Any = self._fields
-            self._call(lambda: self._client.hset(self._key, mapping=mapping))
+            self._publish()
         self._call(lambda: self._client.expire(self._key, self._expire))
 
     def join(self, rank: int, boot: int, *, seconds: float) -> Meeting:
@@ -131,27 +138,30 @@ class Rendezvous:
         `StartError` after `seconds`, with what stood there instead.
         """
         deadline = time.monotonic() + seconds
-        seen = "no rank 0 has opened a rendezvous"
+        seen = _NOBODY
         while time.monotonic() < deadline:
             try:
                 held = self._read()
-                seen = self._why_not(held, rank) if held else "no rank 0 has opened a rendezvous"
-                if held and not seen and self._joined(held, rank, boot):
-                    return _meeting(held)
+                seen = self._why_not(held, rank, boot) if held else _NOBODY
+                if held and not seen:
+                    meeting = _meeting(held)  # before others see that this rank has joined
+                    if self._joined(held, rank, boot):
+                        return meeting
             except BusError as error:
                 seen = f"Redis does not answer: {error}"
             time.sleep(POLL_SECONDS)
         raise StartError(f"rank {rank} found no group to join in {seconds:g} s: {seen}")
 
-    def present(self) -> int | None:
-        """The incarnation that stands there; None: none does."""
-        held = self._read().get("incarnation")
-        return int(held, 16) if held else None
+    def replaced(self, incarnation: int) -> bool:
+        """Whether another incarnation stands there; that none does proves nothing."""
+        return self._read().get("incarnation", "") not in ("", f"{incarnation:016x}")
 
     def nic(self, interface: str | None, way: tuple[str, int] | None = None) -> Nic:
         """`interface`, else that of the `way` to a host and port: by default that to Redis."""
         if interface:
             return self._network.called(interface)
+        if way is None:
+            self._read()  # where Redis is not there yet, its name may be none either
         return self._network.towards(*(way or self._bus_host))
 
     def close(self) -> None:
@@ -161,12 +171,12 @@ class Rendezvous:
     def _state_key(self, rank: int) -> str:
         return f"{self._prefix}state:rank:{self._group}/{rank}"
 
-    def _why_not(self, held: dict[str, str], rank: int) -> str:
+    def _why_not(self, held: dict[str, str], rank: int, boot: int) -> str:
         if held.get("revision") != self._revision:
             return f"the group is of revision {held.get('revision')!r}, not {self._revision!r}"
         if held.get("phase") != "forming":
             return "the group is formed already, and its rank 0 lives"
-        if f"boot.{rank}" in held:
+        if held.get(f"boot.{rank}", f"{boot:016x}") != f"{boot:016x}":
             return f"another process has joined as rank {rank}"
         if not held.get("host"):
             return "rank 0 gave an empty address"
@@ -183,7 +193,13 @@ class Rendezvous:
         held = self._read()
         if held and held.get("incarnation") != self._fields["incarnation"]:
             raise ReplacedError("another rank 0 has opened a rendezvous for this group")
+        # After a flush a rank that joined before it is still known by its boot.
+        self._fields |= {name: held[name] for name in held if name.startswith("boot.")}
         return held
+
+    def _publish(self) -> None:
+        mapping: Any = dict(self._fields)
+        self._call(lambda: self._client.hset(self._key, mapping=mapping))
 
     def _read(self) -> dict[str, str]:
         raw: Any = self._call(lambda: self._client.hgetall(self._key))
@@ -228,24 +244,28 @@ def listeners(host: str, port_range: str | None, count: int) -> list[socket.sock
     They listen from the start, and are handed over to who serves there: a port that was only found
     to be free may be taken by another group of the host before it is used.
     """
-    candidates: Any = [0] * count
+    candidates: Sequence[int] = [0] * count
     if port_range is not None:
-        first, _, last = port_range.partition("-")
-        try:
-            candidates = range(int(first), int(last) + 1)
-        except ValueError:
+        ends = re.fullmatch(r"(\d{1,5})-(\d{1,5})", port_range, re.ASCII)
+        first, last = map(int, ends.groups()) if ends else (0, 0)
+        if not 1 <= first <= last <= 65535:
             raise UsageError(
-                f"--port-range must be A-B, such as 29500-29599: {port_range!r}"
-            ) from None
+                "--port-range must be A-B, such as 29500-29599, of ports from 1 to 65535: "
+                f"{port_range!r}"
+            )
+        candidates = range(first, last + 1)
     found: list[socket.socket] = []
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    why = ""
     for port in candidates:
         try:
             found.append(socket.create_server((host, port), family=family))
-        except OSError:
+        except OSError as error:
+            why = f": {error.strerror}"
             continue
         if len(found) == count:
             return found
     for one in found:
         one.close()
-    raise UsageError(f"--port-range {port_range} has no {count} free ports on {host}")
+    shown = port_range or "of any port"
+    raise UsageError(f"--port-range {shown} has no {count} free ports on {host}{why}")

@@ -87,7 +87,7 @@ class RedisMembers(Members):
                 self._rendezvous.keep()
                 if self._forming and (anew := self._rendezvous.started_anew()):
                     leave(FORMING_CODE, f"rank {anew[0]} was started anew while the group formed")
-            elif self._rendezvous.present() not in (None, meeting.incarnation):
+            elif self._rendezvous.replaced(meeting.incarnation):
                 leave(REPLACED_CODE, "the group has another incarnation")
         except ReplacedError as error:
             leave(REPLACED_CODE, str(error))
@@ -98,7 +98,7 @@ class RedisMembers(Members):
             one.close()
 
     def _open(self, incarnation: int) -> Meeting:
-        host = self._address()
+        host = self._patiently(self._address)
         store_port = feed_port = 0  # a group of one listens nowhere
         if self._size > 1:
             self._listeners = listeners(host, self._config.port_range, 2)

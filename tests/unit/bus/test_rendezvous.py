@@ -5,8 +5,9 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import redis
 
-from minisgl.bus.base import ReplacedError
+from minisgl.bus.base import BusError, ReplacedError
 from minisgl.bus.rendezvous import Meeting, Rendezvous, listeners
 from minisgl.config import StartError, UsageError
 from minisgl.messages import WorkerState, encode_state
@@ -43,7 +44,7 @@ def test_a_rank_joins_the_incarnation_that_rank_0_opens_later(server: RedisServe
     first = rendezvous(server)
     assert first.open(HERE, 20)
     joins.join(20)
-    assert found == [HERE] and rendezvous(server).present() == 7
+    assert found == [HERE] and not rendezvous(server).replaced(7)
     held = server.client().hgetall(KEY)
     assert held[b"boot.1"] == b"%016x" % 21 and held[b"phase"] == b"forming"
     first.formed()
@@ -76,7 +77,7 @@ def test_a_newer_rank_0_takes_over_and_the_older_one_learns_it(server: RedisServ
     with pytest.raises(ReplacedError):
         old.keep()
     new.keep()
-    assert new.present() == 8
+    assert not new.replaced(8) and new.replaced(7)
 
 
 def test_of_two_rank_0_that_open_at_once_one_fails(server: RedisServer) -> None:
@@ -104,7 +105,54 @@ def test_a_flush_brings_the_incarnation_back_within_a_second(server: RedisServer
     first.formed()
     server.client().flushall()
     first.keep()
-    assert server.client().hget(KEY, "phase") == b"formed" and first.present() == 7
+    assert server.client().hmget(KEY, "phase", "incarnation") == [b"formed", b"%016x" % 7]
+
+
+def test_a_flush_right_before_the_group_is_formed_leaves_it_whole(server: RedisServer) -> None:
+    first = rendezvous(server)
+    assert first.open(HERE, 20)
+    server.client().flushall()
+    first.formed()
+    first.keep()
+    assert server.client().hmget(KEY, "phase", "incarnation") == [b"formed", b"%016x" % 7]
+
+
+def test_a_rank_that_joined_before_a_flush_cannot_be_started_anew_unseen(
+    server: RedisServer,
+) -> None:
+    first = rendezvous(server)
+    assert first.open(HERE, 20)
+    rendezvous(server).join(1, 21, seconds=5)
+    first.keep()
+    server.client().flushall()
+    first.keep()
+    with pytest.raises(StartError, match="another process has joined as rank 1"):
+        rendezvous(server).join(1, 22, seconds=0.5)
+
+
+def test_neither_side_is_stuck_where_the_answer_to_its_script_was_lost(
+    server: RedisServer,
+) -> None:
+    first, second = rendezvous(server), rendezvous(server)
+    loses_an_answer(first)
+    with pytest.raises(BusError, match="lost"):
+        first.open(HERE, 20)
+    loses_an_answer(second)
+    assert second.join(1, 21, seconds=5) == HERE
+    assert first.open(HERE, 20)
+    assert server.client().hget(KEY, "boot.1") == b"%016x" % 21, "who has joined stays"
+
+
+def loses_an_answer(one: Rendezvous) -> None:
+    """Redis does the next script, but its connection ends before it can say so."""
+    real = one._client.eval
+
+    def once(*arguments: object) -> object:
+        one._client.eval = real  # type: ignore[method-assign]
+        real(*arguments)  # type: ignore[arg-type]
+        raise redis.ConnectionError("lost")
+
+    one._client.eval = once  # type: ignore[method-assign]
 
 
 def test_a_rank_that_was_started_anew_while_the_group_forms_is_named(server: RedisServer) -> None:
@@ -132,8 +180,11 @@ def test_ports_come_from_the_range_and_are_held_from_the_start() -> None:
     anywhere = listeners("127.0.0.1", None, 2)
     for one in [*held[0], *held[1], *anywhere]:
         one.close()
-    with pytest.raises(UsageError, match="must be A-B"):
-        listeners("127.0.0.1", "many", 1)
+    for wrong in ("many", "0-9", "2000-1000", "70000-70001", "20000"):
+        with pytest.raises(UsageError, match="must be A-B"):
+            listeners("127.0.0.1", wrong, 1)
+    with pytest.raises(UsageError, match=r"on 192\.0\.2\.1: Cannot assign"):
+        listeners("192.0.2.1", None, 1)
 
 
 def test_the_address_is_that_of_the_interface_or_of_the_way(server: RedisServer) -> None:
@@ -142,3 +193,11 @@ def test_the_address_is_that_of_the_interface_or_of_the_way(server: RedisServer)
     assert mine.nic(None, ("127.0.0.9", 1)).address == "127.0.0.1"
     with pytest.raises(UsageError, match=r"there are: .*lo"):
         mine.nic("nosuch0")
+
+
+def test_a_redis_whose_name_is_none_yet_is_waited_for() -> None:
+    early = Rendezvous(
+        "redis://no.such.host.invalid:6379/0", "svc", "g0", size=2, revision="", silence=4
+    )
+    with pytest.raises(BusError):
+        early.nic(None)
