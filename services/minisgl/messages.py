@@ -288,7 +288,9 @@ class DetokenizeBatch(msgspec.Struct, kw_only=True, omit_defaults=True, tag_fiel
     def rows(self) -> list[tuple[bytes, int, int, int, int, bytes]]:
         """The columns by request: (uid, attempt, run, pos, gateway index, ids as int32 bytes).
 
-        Raises `ValueError` if the columns differ in length or name a gateway that is not listed.
+        Raises `ValueError` if the columns differ in length, name a gateway that is not listed, or
+        hold a number that a message cannot carry: an answer with it would be unreadable, and so
+        would all others of its entry.
         """
         attempts = np.frombuffer(self.attempt, "<i4").tolist()
         runs = np.frombuffer(self.run, "<i8").tolist()
@@ -300,6 +302,8 @@ class DetokenizeBatch(msgspec.Struct, kw_only=True, omit_defaults=True, tag_fiel
             raise ValueError("columns of a DetokenizeBatch differ in length")
         if gateways and not 0 <= min(gateways) <= max(gateways) < len(self.gateways):
             raise ValueError("a DetokenizeBatch names a gateway that it does not list")
+        if n and not (min(attempts) > 0 <= min(poss) and 0 <= min(runs) <= max(runs) < 2**63 - 1):
+            raise ValueError("a DetokenizeBatch holds an attempt, run or place that cannot be")
         uid, ids = self.uid, self.ids
         return [
             (uid[16 * i : 16 * i + 16], attempts[i], runs[i], poss[i], gateways[i],

@@ -326,6 +326,16 @@ def test_columns_that_do_not_fit_change_no_state() -> None:
     assert not worker.busy()
 
 
+@pytest.mark.parametrize("row", [(-1, 1, 0), (0, 1, 0), (1, -1, 0), (1, 2**63 - 1, 0), (1, 1, -1)])
+@pytest.mark.parametrize("audit", [False, True])
+def test_a_row_that_no_reply_can_carry_spoils_no_reply_of_others(
+    row: tuple[int, int, int], audit: bool
+) -> None:
+    batch = step([(UID, *row, 0, 1), (b"v" * 16, 1, 1, 0, 0, 1)], audit=audit)
+    with pytest.raises(ValueError, match="attempt, run or place"):
+        core().handle(batch)
+
+
 @pytest.mark.parametrize("fields", [{"stop": ("", "x")}, {"sent_chars": 99}])
 def test_an_opening_with_odd_values_stops_no_worker(fields: dict[str, Any]) -> None:
     _, last = replies(core(), opening(**fields), message(0, text_ids("a"), finish="length"))

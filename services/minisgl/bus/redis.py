@@ -85,6 +85,8 @@ class RedisBus(Bus):
         self._next_claim = self._next_look = 0.0
         self._claim_from = b"0-0"
         self._published: dict[tuple[str, str], int] = {}
+        self._unreadable_states: set[bytes] = set()
+        """Keys, as the last look at them had it."""
         self._lock = threading.Lock()
 
     # --- writing -------------------------------------------------------------------------------
@@ -139,7 +141,7 @@ class RedisBus(Bus):
         return found[0]
 
     def read_states(self) -> list[WorkerState]:
-        states = []
+        states, unreadable = [], set()
         with self._failures("reading states"):
             keys = sorted(
                 set(self._writer.scan_iter(match=_glob(self._key("state:")) + "*", count=500))
@@ -151,7 +153,10 @@ class RedisBus(Bus):
                 try:
                     states.append(self._own_state(key.decode(errors="replace"), data))
                 except ValueError as error:
-                    self._unreadable("a state", error)
+                    unreadable.add(key)
+                    if key not in self._unreadable_states:  # counted once, not each second
+                        self._unreadable("a state", error)
+            self._unreadable_states = unreadable
         return states
 
     def _own_state(self, key: str, data: bytes) -> WorkerState:

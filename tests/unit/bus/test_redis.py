@@ -166,6 +166,15 @@ def test_a_state_nested_deeply_hides_no_other(server: RedisServer, admin: redis.
     assert one.read_states() == [state] and one.errors == 1
 
 
+def test_a_state_that_stays_unreadable_counts_once(server: RedisServer, admin: redis.Redis) -> None:
+    one = bus(server)
+    for looks in (1, 2):
+        admin.set(key("state:gateway:evil"), b"none")
+        assert [one.read_states(), one.read_states()] == [[], []] and one.errors == looks
+        admin.delete(key("state:gateway:evil"))
+        one.read_states()
+
+
 @pytest.mark.parametrize(
     ("name", "id", "group"),
     [

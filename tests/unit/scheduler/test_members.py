@@ -64,14 +64,16 @@ def test_h01_h02_groups_that_start_at_once_on_one_host_listen_on_other_ports_of_
 
     groups = ["g0", "g1", "g2"]
     threads = [
-        threading.Thread(target=meet, args=(group, rank)) for group in groups for rank in range(2)
+        threading.Thread(target=meet, args=(group, rank), daemon=True)
+        for group in groups
+        for rank in range(2)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(40)
     try:
-        assert failed == []
+        assert failed == [] and len(made) == 3 * len(threads), "every rank has met its group"
         keys = [f"minisgl:{{svc}}:rdzv:{group}" for group in groups]
         held: list[Any] = [server.client().hgetall(key) for key in keys]
         ports = [int(one[key]) for one in held for key in (b"store_port", b"feed_port")]
