@@ -18,6 +18,7 @@ from minisgl.messages import Message, WorkerState
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
+STATES_SECONDS = 1.0
 RECEIVE_SECONDS = 0.5
 CLOSE_SECONDS = 3.0
 """What is still to be sent at the end gets so long."""
@@ -152,7 +153,7 @@ class BackgroundBus(Bus):
                 if now >= next_second:
                     self._each_second()
                     self._states = self._bus.read_states()
-                    next_second = now + RETRY_SECONDS
+                    next_second = now + STATES_SECONDS
                 self._answers = True
                 self._send_all()
             except BusError as error:
@@ -166,10 +167,11 @@ class BackgroundBus(Bus):
 
     def _send_all(self) -> None:
         while self._out:
-            name, batch = self._out[0]
-            taken = 1
+            name = self._out[0][0]
+            batch: list[Message] = []
+            taken = 0
             while taken < len(self._out) and self._out[taken][0] == name:
-                batch = batch + self._out[taken][1]
+                batch += self._out[taken][1]
                 taken += 1
             self._guard()
             self._bus.send(name, batch)
