@@ -21,6 +21,8 @@ CHART = ROOT / "helm" / "minisglang"
 SYSTEM = "minisglang-system"
 NAMESPACE = "llm"
 RELEASE = "minisglang"
+OPERATOR = f"app.kubernetes.io/name=minisglang-operator,app.kubernetes.io/instance={RELEASE}"
+"""Selects the operator's pods."""
 GROUP = "minisglang.io"
 COMPONENT = "app.kubernetes.io/component"
 READY_SECONDS = 180.0
@@ -103,7 +105,9 @@ class Operator:
             self.kubectl.wait_for("no operator is left", lambda: not self.pods(), 60, "pods -A")
 
     def pods(self) -> list[Manifest]:
-        found: list[Manifest] = self.kubectl.get("pods", f"--namespace={SYSTEM}")["items"]
+        """The operator's pods, those on their way out too."""
+        where = (f"--namespace={SYSTEM}", f"--selector={OPERATOR}")
+        found: list[Manifest] = self.kubectl.get("pods", *where)["items"]
         return found
 
 
@@ -200,7 +204,7 @@ class Served:
         """The last lines of the operator and of the object's pods."""
         parts = []
         for namespace, selector in (
-            (SYSTEM, "app.kubernetes.io/name=minisglang"),
+            (SYSTEM, OPERATOR),
             (NAMESPACE, f"app.kubernetes.io/instance={self.name}"),
         ):
             try:

@@ -144,9 +144,8 @@ def test_redis_restarts_and_streams_go_on(qwen: Served, how: str) -> None:
 def test_the_operator_restarts_while_a_rank_dies(product: Product, qwen: Served) -> None:
     with Load(qwen.endpoint()) as load:
         qwen.kill(qwen.pods("rank", group=0)[0], "rank")
-        product.kubectl(
-            "delete", "pod", f"--namespace={SYSTEM}", "--selector=app.kubernetes.io/name=minisglang"
-        )
+        (operator,) = product.operator.pods()
+        product.kubectl("delete", "pod", operator["metadata"]["name"], f"--namespace={SYSTEM}")
         product.operator.wait()
         unbroken(load, qwen)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster.load import Load
-from tests.cluster.product import SYSTEM, Product, Served, on_node
+from tests.cluster.product import OPERATOR, SYSTEM, Product, Served, on_node
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 NAME = "pair"
@@ -63,12 +63,14 @@ def place(product: Product, namespace: str, selector: str, node: str) -> None:
             for pod in kubectl.get("pods", *where)["items"]
         ]
 
-    if nodes() == [(node, True)]:
+    now = nodes()
+    assert now, f"no pod has {selector}"
+    if now == [(node, True)]:
         return
     for other in others:
         kubectl("cordon", other)
     try:
-        kubectl("delete", "pods", *where)
+        kubectl("delete", "pods", *where, "--wait=false")
         kubectl.wait_for(f"it is on {node}", lambda: nodes() == [(node, True)], 120, "pods -A")
     finally:
         for other in others:
@@ -90,7 +92,7 @@ def test_streams_outlive_a_node_and_its_group_moves(
     """H18: nothing is deleted by force."""
     node = product.cluster.nodes[1]
     away = "n2" if "Redis" in lost else "n1"
-    place(product, SYSTEM, "app.kubernetes.io/name=minisglang", away)
+    place(product, SYSTEM, OPERATOR, away)
     place(
         product, "llm",
         f"app.kubernetes.io/instance={NAME},app.kubernetes.io/component=redis", away,
