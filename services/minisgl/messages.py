@@ -32,6 +32,8 @@ MAX_TOP_LOGPROBS = 20
 Uid = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Attempt = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Sent = Annotated[int, msgspec.Meta(ge=0, lt=2**30)]
+"""Characters that a client has: what is added to it later must still be a `Count`."""
 Run = Annotated[int, msgspec.Meta(ge=0, lt=2**63 - 1)]
 Bits = Annotated[int, msgspec.Meta(ge=0)]
 """Random bits, 64 at most."""
@@ -191,7 +193,7 @@ class TokenizeMsg(_Message, tag="tok"):
     """For `text`: add what the tokenizer puts before and after a text (BOS)."""
     output_ids: bytes = b""
     """What the client has got already; the output goes on from there."""
-    sent_chars: Count = 0
+    sent_chars: Sent = 0
     """Characters of text that the client has got already."""
     sampling: SamplingParams = SamplingParams()
     """With a seed. `max_tokens`, penalties and the draw's position count over all attempts."""
@@ -206,7 +208,7 @@ class UserMsg(_Message, tag="user"):
     """The incarnation of the group that is meant; any other drops the message."""
     prompt_ids: bytes
     output_ids: bytes = b""
-    sent_chars: Count = 0
+    sent_chars: Sent = 0
     sampling: SamplingParams = SamplingParams()
 
 
@@ -232,7 +234,7 @@ class Opening(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompt_ids: bytes
     output_ids: bytes = b""
     """Output of earlier attempts: decoding goes on after it."""
-    sent_chars: Count = 0
+    sent_chars: Sent = 0
     stop: tuple[str, ...] = ()
     cached_tokens: Count = 0
     """Prompt tokens whose keys and values came from the prefix cache."""

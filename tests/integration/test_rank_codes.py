@@ -18,7 +18,7 @@ from tests.tiny import build_tiny
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]
 
-SHORT, LONG = 3, 30
+SHORT, LONG = 6, 30
 """Heartbeat time-outs in seconds; no rank of a busy machine stands still for the long one."""
 LIMIT = 60.0
 

@@ -1,5 +1,6 @@
 """The files that probes read."""
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -56,6 +57,24 @@ def test_a_restarted_worker_is_not_ready_because_the_one_before_it_was(tmp_path:
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--health-dir .*nowhere.* cannot be written"):
         Health(str(tmp_path / "nowhere"))
+
+
+def test_a_disk_that_takes_nothing_ends_no_worker_and_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "probes"
+    folder.mkdir()
+    health = Health(str(folder))
+    monkeypatch.setattr("minisgl.health.LIVE_SECONDS", 0)
+    shutil.rmtree(folder)
+    for _ in range(3):
+        health.turn()
+        health.show_ready(True)
+    assert len(caplog.records) == 1
+    folder.mkdir()
+    health.turn()
+    health.show_ready(True)
+    assert {path.name for path in folder.iterdir()} == {"live", "ready"}
 
 
 def test_without_a_directory_nothing_is_written() -> None:

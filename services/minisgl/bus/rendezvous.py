@@ -117,6 +117,11 @@ class Rendezvous:
             if data is not None and _shown_boot(data) not in (None, held[f"boot.{rank}"])
         ]
 
+    def absent(self) -> list[int]:
+        """Rank 0: ranks that have not joined."""
+        held = self._mine()
+        return [rank for rank in range(1, self._size) if f"boot.{rank}" not in held]
+
     def formed(self) -> None:
         """Rank 0: everybody is there and warm."""
         self._mine()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import uvicorn
 
 from minisgl.bus import connect_worker
+from minisgl.bus.base import REPLACED_CODE, ReplacedError
 from minisgl.config import GatewayConfig
 from minisgl.gateway.app import build_app
 from minisgl.gateway.connection import connection_class
@@ -83,7 +84,7 @@ async def serve(
     ticking = asyncio.create_task(_tick(service, stop))
     try:
         if listen_when_ready and not await _until(lambda: service.missing() is None, stop):
-            return int(service.failure is not None)
+            return exit_code(service.failure)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(_until(service.link.healthy, stop), FIRST_LOOK_SECONDS)
         server = _Server(
@@ -114,7 +115,7 @@ async def serve(
         await _drain(service)
         server.should_exit = True
         await serving
-        return int(service.failure is not None)
+        return exit_code(service.failure)
     finally:
         ticking.cancel()
         await asyncio.to_thread(service.link.stop)
@@ -149,6 +150,13 @@ async def _tick(service: Service, stop: asyncio.Event) -> None:
         service.tick()
         if service.failure is not None:
             stop.set()
+
+
+def exit_code(failure: BaseException | None) -> int:
+    """How the process ends: as a worker of any role when another one has its name."""
+    if isinstance(failure, ReplacedError):
+        return REPLACED_CODE
+    return int(failure is not None)
 
 
 async def _until(condition: Callable[[], bool], stop: asyncio.Event) -> bool:

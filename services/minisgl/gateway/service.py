@@ -5,8 +5,8 @@ import secrets
 import time
 from collections.abc import Callable
 
-from minisgl.bus.base import Bus
-from minisgl.config import GatewayConfig, StartError, new_boot
+from minisgl.bus.base import Bus, ReplacedError
+from minisgl.config import GatewayConfig, new_boot
 from minisgl.gateway.auth import Keys
 from minisgl.gateway.calls import Call
 from minisgl.gateway.errors import ApiError, model_not_found
@@ -110,7 +110,7 @@ class Service:
         for state in states:
             if (state.role, state.id) == ("gateway", self.config.id) and state.boot != self.boot:
                 # It would read our replies. Ours was published before this look, so it is newer.
-                self._fail(StartError(f"another gateway took the id {self.config.id!r}"))
+                self._fail(ReplacedError(f"another gateway took the id {self.config.id!r}"))
         if self.fleet.observe(states, now):
             self.requests.restart_clocks(now)
         self.tick()

@@ -16,6 +16,7 @@ from minisgl.bus.network import Network, tell_libraries
 from minisgl.bus.rendezvous import Meeting, Rendezvous, listeners
 from minisgl.config import RankConfig, StartError
 from minisgl.distributed import Communicator, SingleRank
+from minisgl.lifecycle import boot_clock
 from minisgl.scheduler.feed import FeedPlace
 from minisgl.scheduler.group import PATIENCE_SECONDS, Members, check_rank
 from minisgl.scheduler.watchdog import FORMING_CODE, leave
@@ -40,6 +41,8 @@ class RedisMembers(Members):
         self._boot = boot
         self._meeting: Meeting | None = None
         self._forming = True
+        self._opened = 0.0
+        """Rank 0: when others could join, in seconds of the boot clock."""
         self._listeners: list[socket.socket] = []
         """Rank 0: of the store and of the feed, until these take them over."""
         self._rendezvous = Rendezvous(
@@ -85,12 +88,19 @@ class RedisMembers(Members):
         try:
             if self._rank == 0:
                 self._rendezvous.keep()
-                if self._forming and (anew := self._rendezvous.started_anew()):
-                    leave(FORMING_CODE, f"rank {anew[0]} was started anew while the group formed")
+                if self._forming:
+                    self._watch_forming()
             elif self._rendezvous.replaced(meeting.incarnation):
                 leave(REPLACED_CODE, "the group has another incarnation")
         except ReplacedError as error:
             leave(REPLACED_CODE, str(error))
+
+    def _watch_forming(self) -> None:
+        """End what cannot become a group any more, with the name of the rank that is to blame."""
+        if anew := self._rendezvous.started_anew():
+            leave(FORMING_CODE, f"rank {anew[0]} was started anew while the group formed")
+        if boot_clock() - self._opened > START_SECONDS and (absent := self._rendezvous.absent()):
+            leave(FORMING_CODE, f"rank {absent[0]} has not come within {START_SECONDS:g} s")
 
     def close(self) -> None:
         self._rendezvous.close()
@@ -106,6 +116,7 @@ class RedisMembers(Members):
         meeting = Meeting(incarnation, host, store_port, feed_port)
         if not self._patiently(lambda: self._rendezvous.open(meeting, self._boot)):
             raise StartError(f"another rank 0 of group {self._config.group} starts at this moment")
+        self._opened = boot_clock()
         return meeting
 
     def _address(self, way: tuple[str, int] | None = None) -> str:

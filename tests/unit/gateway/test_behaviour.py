@@ -488,7 +488,7 @@ def test_a_second_gateway_of_the_same_id_ends_this_one(stage: Stage) -> None:
     stage.chat(max_tokens=1)
     assert stage.code is None
     stage.bus.states.append(WorkerState(role="gateway", id="gw", boot=5, beat=0))
-    soon(lambda: stage.code == 1)
+    soon(lambda: stage.code == 5)
 
 
 # --- the edge -------------------------------------------------------------------------------

@@ -12,8 +12,10 @@ from minisgl.bus.network import Network, Nic
 from minisgl.bus.rendezvous import Meeting, Rendezvous
 from minisgl.config import EngineConfig, RankConfig, StartError
 from minisgl.distributed import gloo
+from minisgl.scheduler import cluster
 from minisgl.scheduler.cluster import RedisMembers
 from minisgl.scheduler.feed import PubSubFeed
+from minisgl.scheduler.watchdog import FORMING_CODE
 from tests.redis_server import RedisServer, free_port
 
 pytestmark = pytest.mark.redis
@@ -122,6 +124,28 @@ def test_h05_a_rank_elsewhere_does_not_join_a_rank_0_that_gave_its_loopback_addr
     joins = Rendezvous(server.url, "svc", "g6", size=2, revision="", silence=4, network=far)
     with pytest.raises(StartError, match="gave 127.0.0.1, which is its host's own: give it"):
         joins.join(1, 2, seconds=0.5)
+
+
+def test_a_rank_that_never_comes_ends_the_forming_with_its_number(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[tuple[int, str]] = []
+    monkeypatch.setattr(cluster, "leave", lambda code, why: ends.append((code, why)))
+    monkeypatch.setattr(gloo, "GlooCommunicator", lambda *_, **__: None)
+    first = members(server, "g7", 0)
+    first.meet(incarnation=7)
+    try:
+        first.each_second()
+        assert ends == []
+        monkeypatch.setattr(cluster, "START_SECONDS", -1.0)
+        first.each_second()
+        assert ends == [(FORMING_CODE, "rank 1 has not come within -1 s")]
+        other = Rendezvous(server.url, "svc", "g7", size=2, revision="", silence=4)
+        other.join(1, 2, seconds=5)
+        first.each_second()
+        assert len(ends) == 1
+    finally:
+        first.close()
 
 
 def _source(host: str, _: int) -> str:
