@@ -48,13 +48,16 @@ class Seen:
     def _read(self) -> None:
         assert self._process is not None and self._process.stdout is not None
         for line in self._process.stdout:
-            self.conditions |= {tuple(one.split(",")) for one in line.split()}  # type: ignore[misc]
+            status = json.loads(line)["object"].get("status", {})
+            self.conditions |= {
+                (c["type"], c["status"], c["reason"]) for c in status.get("conditions", ())
+            }
 
     def __enter__(self) -> "Seen":
-        shown = "{range .status.conditions[*]}{.type},{.status},{.reason} {end}{'\\n'}"
-        command = ["kubectl", "get", "msgl", self._served.name, f"--namespace={NAMESPACE}"]
+        path = f"/apis/{GROUP}/v1alpha1/namespaces/{NAMESPACE}/minisglangs"
+        query = f"watch=1&fieldSelector=metadata.name={self._served.name}"
         self._process = subprocess.Popen(
-            [*command, "--watch", f"--output=jsonpath={shown}"],
+            ["kubectl", "get", "--raw", f"{path}?{query}"],
             env=self._served.kubectl.env, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         self._thread.start()

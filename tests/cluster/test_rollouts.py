@@ -7,7 +7,7 @@ import pytest
 
 from tests.cluster.cluster import image_name
 from tests.cluster.load import Load
-from tests.cluster.product import NAMESPACE, Product, Served
+from tests.cluster.product import GROUP, NAMESPACE, Product, Served
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 NAME = "roll"
@@ -105,16 +105,14 @@ def test_scaling_by_kubectl_breaks_no_stream(roll: Served) -> None:
     """H21: without a group the gateway stays, and says when to try again."""
     endpoint = roll.endpoint("first")
 
+    def groups() -> set[str]:
+        return {pod["metadata"]["labels"][f"{GROUP}/group"] for pod in roll.pods("rank")}
+
     def scale(count: int) -> None:
         roll.ask("scale", "msgl", NAME, f"--replicas={count}")
-        roll.wait(
-            f"{count} groups",
-            lambda: (
-                {p["metadata"]["labels"]["minisglang.io/group"] for p in roll.pods("rank")}
-                == {str(n) for n in range(count)}
-            ),
-        )
-        roll.settle()
+        roll.wait(f"{count} groups", lambda: groups() == {str(n) for n in range(count)})
+        if count:
+            roll.settle()
 
     with Load(endpoint) as load:
         scale(1)
@@ -122,8 +120,8 @@ def test_scaling_by_kubectl_breaks_no_stream(roll: Served) -> None:
         scale(2)
         load.go_round()
         scale(0)
-        answer = endpoint.get("/ready")
-        assert answer is not None and answer.status_code == 503
+        roll.wait("it says why", lambda: roll.condition("Ready")["reason"] == "ScaledToZero")
+        roll.wait("nobody is ready", lambda: endpoint.status() == 503)
         refusal = endpoint.stream(endpoint.body("rivers", 4))
         assert refusal.status == 503
         scale(1)
