@@ -41,6 +41,8 @@ class Call:
         self._last = self._started
         self._prompts: dict[int, tuple[int, int]] = {}
         self._outcome = "cancelled"
+        self._refused = False
+        """A worker found the request itself to be wrong, as the gateway does at the door."""
         self._news: list[News] = []
         self._waiter: asyncio.Future[None] | None = None
         self._left = False
@@ -65,7 +67,9 @@ class Call:
             if self._first is None:
                 self._first = self._last
                 self._metrics.first_token.observe(self._first - self._started)
-        if news.error is not None:
+        if news.error is not None and 400 <= news.error.status < 500:
+            self._refused = True
+        elif news.error is not None:
             self._outcome = "error"
         elif news.finish is not None and self._outcome != "error":
             self._outcome = news.finish
@@ -104,7 +108,12 @@ class Call:
         )
 
     def close(self) -> None:
-        """Count the request; called once, when its answer is written or given up."""
+        """Count the request; called once, when its answer is written or given up.
+
+        What the client did wrong is not counted, whoever found it.
+        """
+        if self._refused and self._outcome != "error":
+            return
         self._metrics.requests.labels("cancelled" if self._left else self._outcome).inc()
         self._metrics.duration.observe(self._clock() - self._started)
         longest = max((len(request.ids) for request in self.requests), default=0)

@@ -225,6 +225,23 @@ def test_metrics_exist_from_the_start_and_count_a_request_once(stage: Stage) -> 
     assert 'minisgl_step_seconds_bucket{group="g0",le="0.5"} 3.0' in text
 
 
+def test_what_is_found_wrong_with_a_request_later_is_no_error_of_the_service(
+    stage: Stage,
+) -> None:
+    def ended() -> dict[str, float]:
+        text = stage.http.get("/metrics").text
+        found = re.findall(r'^minisgl_requests_total\{outcome="(.*)"\} (.*)$', text, re.M)
+        return {outcome: float(count) for outcome, count in found}
+
+    none = dict.fromkeys(("stop", "length", "error", "cancelled"), 0.0)
+    body = chat_body(messages=[{"role": "user", "content": "y" * 395}])
+    assert stage.post("/v1/chat/completions", body).status_code == 400
+    assert stage.bus.of(TokenizeMsg), "the gateway itself was to let it pass"
+    stage.chat(max_tokens=1)
+    wait_until(lambda: ended() == none | {"length": 1.0}, 10, lambda: str(ended()))
+    assert metrics(stage.url)["minisgl_request_duration_seconds_count"] == 1
+
+
 def test_metrics_show_what_each_worker_could_not_read(stage: Stage) -> None:
     rank, tokenizer, _ = stage.bus.states
     rank.bus_errors, tokenizer.bus_errors = 2, 5
