@@ -7,6 +7,7 @@ or flushed makes everybody look dead.
 
 import asyncio
 import contextlib
+import logging
 import ssl
 import time
 from collections.abc import Callable, Mapping
@@ -26,6 +27,8 @@ from redis.exceptions import TimeoutError as RedisTimeout
 
 from minisgl.messages import WorkerState, decode_state
 from minisgl_operator.observed import Bus, Meeting, Worker
+
+log = logging.getLogger(__name__)
 
 READ_SECONDS = 2.0
 FORGET_SECONDS = 600.0
@@ -90,8 +93,8 @@ class Reader:
 
     async def close(self) -> None:
         self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        # Not `await self._task`: one cannot tell its end from that of who waits here.
+        await asyncio.gather(self._task, return_exceptions=True)
         with contextlib.suppress(RedisError, OSError):
             await self._client.aclose()
 
@@ -119,6 +122,9 @@ class Reader:
                 async with asyncio.timeout(3 * ANSWER_SECONDS):
                     states, meetings, full = await self._read()
             except (RedisError, OSError, TimeoutError) as error:
+                self.fail(error)
+            except Exception as error:  # a reader that ended would show its last reading for ever
+                log.exception("the bus of %s could not be read", self.address.service)
                 self.fail(error)
             else:
                 self.take(states, meetings, full)

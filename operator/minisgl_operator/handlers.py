@@ -6,7 +6,7 @@ No handler writes anything, so kopf keeps no finalizer, no annotation and no pro
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import kopf
@@ -20,10 +20,14 @@ from minisgl_operator.reconcile import Nodes, Task
 MANAGED = f"app.kubernetes.io/managed-by={names.MANAGER}"
 
 
-def watches(namespaces: Sequence[str]) -> int:
-    """How many watches there are at most: a connection each, beside those of requests."""
-    each = len(CHILDREN) + 4  # pods, Events, objects, and objects by kopf
-    return each * max(1, len(namespaces)) + 4  # nodes, Leases, and what kopf looks at
+POOL = 100
+"""Connections for requests."""
+
+
+def connections(namespaces: Sequence[str]) -> int:
+    """How many a `Manager` needs: each watch has one of its own beside those of requests."""
+    each = len(CHILDREN) + 3  # pods, Events, objects
+    return POOL + each * max(1, len(namespaces)) + 2  # nodes, Leases
 
 
 class Manager:
@@ -129,8 +133,13 @@ class _NoEssence(kopf.DiffBaseStorage):
         """Nothing is kept."""
 
 
-async def run_kopf(manager: Manager, namespaces: Sequence[str], stop: asyncio.Event) -> None:
-    """Watch the objects until `stop` is set. Raises what ends kopf."""
+async def run_kopf(
+    manager: Manager, namespaces: Sequence[str], take_signals: Callable[[], None]
+) -> None:
+    """Watch the objects until it is cancelled. Raises what ends kopf.
+
+    `take_signals`: kopf takes SIGTERM for itself, and would wait five seconds for objects' tasks.
+    """
     registry = kopf.OperatorRegistry()
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False  # Events are the reconcile tasks' to post
@@ -145,6 +154,10 @@ async def run_kopf(manager: Manager, namespaces: Sequence[str], stop: asyncio.Ev
     def login(**given: Any) -> kopf.ConnectionInfo | None:
         return kopf.login_with_service_account(**given) or kopf.login_with_kubeconfig(**given)
 
+    @kopf.on.startup(registry=registry)
+    async def started(**_: Any) -> None:
+        take_signals()
+
     @kopf.on.event(api.GROUP, api.VERSION, api.PLURAL, registry=registry)
     async def changed(event: kopf.RawEvent, **_: Any) -> None:
         manager.saw(dict(event["object"]))
@@ -156,5 +169,4 @@ async def run_kopf(manager: Manager, namespaces: Sequence[str], stop: asyncio.Ev
             standalone=True,
             clusterwide=not namespaces,
             namespaces=list(namespaces),
-            stop_flag=stop,
         )

@@ -26,8 +26,6 @@ REQUEST_SECONDS = 20.0
 WATCH_SECONDS = 60
 """The server ends a watch after this; the next one goes on from its resource version. One that
 outlasts it by a quarter is given up: what lies between may have dropped it without a word."""
-POOL = 100
-"""Connections for requests; each watch has one of its own beside them."""
 RETRY_SECONDS = 1.0
 KEPT_WARNINGS = 10_000
 """Latest Warning Events kept, of all objects; the oldest go first."""
@@ -90,9 +88,9 @@ class Api:
         """Requests that may have changed something, Leases left out."""
 
     @classmethod
-    async def connect(cls, watches: int) -> "Api":
-        """In a pod its service account, elsewhere the kubeconfig. `watches`: so many at most."""
-        configuration = client.Configuration(connection_pool_maxsize=POOL + watches)
+    async def connect(cls, connections: int) -> "Api":
+        """In a pod its service account, elsewhere the kubeconfig; so many connections at most."""
+        configuration = client.Configuration(connection_pool_maxsize=connections)
         try:
             config.load_incluster_config(configuration)  # type: ignore[no-untyped-call]
         except config.ConfigException:
@@ -419,6 +417,10 @@ class Cache:
                 if error.status:
                     version = ""
                 await asyncio.sleep(RETRY_SECONDS)
+            except Exception:  # a watch that ended would show its last state for ever
+                log.exception("watch of %s", feed.kind)
+                version = ""
+                await asyncio.sleep(RETRY_SECONDS)
 
     async def _relist(self, feed: _Feed) -> str:
         items, version = await self._api.list(feed.kind, feed.namespace, feed.query)
@@ -428,8 +430,9 @@ class Cache:
             there.add(_place(item))
             self._store(feed.kind, item)
         for place, held in list(self._objects.get(feed.kind, {}).items()):
-            if place not in there and feed.namespace in (None, place[0]):
-                self._drop(feed.kind, held)
+            older = _version(held) <= (int(version) if version.isdigit() else 0)
+            if place not in there and older and feed.namespace in (None, place[0]):
+                self._drop(feed.kind, held)  # a newer one was written since: the watch tells
         feed.heard = time.monotonic()
         feed.synced.set()
         return version
@@ -454,12 +457,15 @@ class Cache:
         if kind == "Event":
             return
         place = _place(found)
+        held = self.get(kind, *place)
+        if held is not None and _version(held) > _version(found):
+            return  # another of this name, which our own write brought before this
         self._objects.get(kind, {}).pop(place, None)
         instance = _instance(found)
         if instance is not None:
-            held = self._by_instance.get(instance, set())
-            held.discard((kind, place[1]))
-            if not held:
+            named = self._by_instance.get(instance, set())
+            named.discard((kind, place[1]))
+            if not named:
                 self._by_instance.pop(instance, None)
         self._warnings.pop((place[0], kind, place[1]), None)
         self._changed(kind, found)

@@ -34,15 +34,16 @@ class LeaderLease:
         self._namespace, self._name, self._identity = namespace, name, identity
         self._seen: tuple[object, float] | None = None
         """The holder's last renewal, and when it was seen here."""
-        self._held: Manifest | None = None
 
     async def acquire(self) -> None:
         """Return as the holder."""
         while True:
-            with contextlib.suppress(ApiError):
+            try:
                 if await self._try():
                     log.info("this replica acts from now on: %s", self._identity)
                     return
+            except ApiError as error:
+                log.warning("the Lease cannot be taken: %s", error)
             await asyncio.sleep(RENEW_SECONDS)
 
     async def keep(self) -> None:
@@ -50,22 +51,27 @@ class LeaderLease:
         renewed = time.monotonic()
         while True:
             await asyncio.sleep(RENEW_SECONDS)
+            asked = time.monotonic()
             try:
-                async with asyncio.timeout(LOST_SECONDS / 2):
+                async with asyncio.timeout(min(LOST_SECONDS / 2, renewed + LOST_SECONDS - asked)):
                     if not await self._try():
                         raise Lost(f"the Lease {self._name} is held by another replica")
-                renewed = time.monotonic()
+                renewed = asked  # the others may have seen it from then on
             except (ApiError, TimeoutError) as error:
-                log.warning("the Lease could not be renewed: %s", error)
-            if time.monotonic() - renewed > LOST_SECONDS:
+                log.warning("the Lease could not be renewed: %s", str(error) or "no answer")
+            if time.monotonic() - renewed >= LOST_SECONDS:
                 raise Lost(f"the Lease {self._name} could not be renewed for {LOST_SECONDS:.0f} s")
 
     async def release(self) -> None:
-        """Let another replica take it at once."""
-        if self._held is not None:
-            with contextlib.suppress(ApiError, TimeoutError):
-                async with asyncio.timeout(RENEW_SECONDS):
-                    await self._write(self._held, holder="")
+        """Let another replica take it at once, if this one holds it.
+
+        Reads it anew: a renewal that was given up may have been done all the same.
+        """
+        with contextlib.suppress(ApiError, TimeoutError):
+            async with asyncio.timeout(RENEW_SECONDS):
+                held = await self._kube.get("Lease", self._namespace, self._name)
+                if held and held.get("spec", {}).get("holderIdentity") == self._identity:
+                    await self._write(held, holder="")
 
     async def _try(self) -> bool:
         """Take or renew the Lease; whether this process holds it now. Raises `ApiError`."""
@@ -77,16 +83,14 @@ class LeaderLease:
                 "metadata": {"name": self._name, "namespace": self._namespace},
                 "spec": self._spec({}, self._identity),
             }
-            self._held = await self._kube.request(
-                "POST", path_of("Lease", self._namespace), body=manifest
-            )
+            await self._kube.request("POST", path_of("Lease", self._namespace), body=manifest)
             return True
         spec = held.get("spec", {})
         holder = spec.get("holderIdentity") or ""
         if holder not in ("", self._identity) and not self._is_over(held):
             return False
         try:
-            self._held = await self._write(held, holder=self._identity)
+            await self._write(held, holder=self._identity)
         except ApiError as error:
             if error.status == 409:  # somebody was faster
                 return False
@@ -101,11 +105,11 @@ class LeaderLease:
             self._seen = (version, now)
         return now - self._seen[1] > HOLD_SECONDS
 
-    async def _write(self, held: Manifest, *, holder: str) -> Manifest:
+    async def _write(self, held: Manifest, *, holder: str) -> None:
         """Replace what was read: a conflict if it changed since."""
         body = {**held, "spec": self._spec(held.get("spec", {}), holder)}
         path = path_of("Lease", self._namespace, self._name)
-        return await self._kube.request("PUT", path, body=body)
+        await self._kube.request("PUT", path, body=body)
 
     def _spec(self, old: dict[str, Any], holder: str) -> dict[str, Any]:
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

@@ -34,17 +34,18 @@ class Loop(asyncio.SelectorEventLoop):
         query = (host, port, family, type, proto, flags)
         lookup = self._lookups.get(query)
         if lookup is None:
-            lookup = self._lookups[query] = self.create_future()
+            lookup = self.create_future()
             lookup.add_done_callback(lambda done: self._end(query, done))
             # No pool: its threads would be waited for at the end of the process.
             threading.Thread(target=self._look_up, args=(query, lookup), daemon=True).start()
+            self._lookups[query] = lookup
         found: list[Any] = await asyncio.shield(lookup)
         return found
 
     def _look_up(self, query: _Query, lookup: "asyncio.Future[Any]") -> None:
         try:
             found = socket.getaddrinfo(*query)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the latter: a name that cannot be one
             self._tell(lookup.set_exception, error)
         else:
             self._tell(lookup.set_result, found)

@@ -13,7 +13,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import yaml
 from aiohttp import web
 
 from minisgl.logs import LOG_FORMATS, set_up_logging
-from minisgl_operator.handlers import Manager, run_kopf, watches
+from minisgl_operator.handlers import Manager, connections, run_kopf
 from minisgl_operator.kube import WATCH_SECONDS, Api, ApiError
 from minisgl_operator.lease import LeaderLease, Lost
 from minisgl_operator.loop import Loop
@@ -123,70 +124,89 @@ async def _serve(
     settings: Settings, namespaces: Sequence[str], port: int, watch_seconds: int
 ) -> int:
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    kube = await Api.connect(watches(namespaces))
+    _take_signals(stop)
     metrics = Metrics()
     managers: list[Manager] = []
     web_server = await _listen(port, metrics, managers, WATCH_SILENCE * watch_seconds)
     identity = f"{os.environ.get('POD_NAME') or socket.gethostname()}-{os.urandom(4).hex()}"
-    lease = LeaderLease(kube, settings.operator_namespace, LEASE, identity)
-    try:
-        acquired = asyncio.create_task(lease.acquire())
-        if not await _first(acquired, stop):
-            return 0
+    # Clients of their own: whatever fills the connections of the other, the Lease is renewed.
+    keeper, kube = await Api.connect(2), await Api.connect(connections(namespaces))
+    lease = LeaderLease(keeper, settings.operator_namespace, LEASE, identity)
+
+    async def work() -> None:
         metrics.leader.set(1)
-        settings = dataclasses.replace(
+        known = dataclasses.replace(
             settings,
             gateway_api=await kube.knows("HTTPRoute"),
             image_volumes=await kube.minor_version() >= 35,
         )
-        manager = Manager(kube, settings, metrics, namespaces, watch_seconds)
+        manager = Manager(kube, known, metrics, namespaces, watch_seconds)
         managers.append(manager)
-        await _act(manager, lease, namespaces, stop)
+        await _watch(manager, namespaces, stop)
+
+    try:
+        if await until(stop, lease.acquire()):
+            await act(lease, stop, work())
         return 0
     finally:
+        await lease.release()
         await web_server.cleanup()
         await kube.close()
+        await keeper.close()
 
 
-async def _act(
-    manager: Manager, lease: LeaderLease, namespaces: Sequence[str], stop: asyncio.Event
-) -> None:
-    """Keep all objects right until asked to stop. Raises `Lost` when another may act."""
+def _take_signals(stop: asyncio.Event) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+
+
+async def act(lease: LeaderLease, stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
+    """Do the work of who holds the Lease until it ends or `stop` is set. The Lease is kept until
+    the work has ended. Raises what ended it: `Lost` when another may act."""
     keeping = asyncio.create_task(lease.keep())
-    working = asyncio.create_task(_work(manager, namespaces, stop))
+    working = asyncio.create_task(until(stop, work))
     try:
         await asyncio.wait({keeping, working}, return_when=asyncio.FIRST_COMPLETED)
         if keeping.done():
             keeping.result()
         working.result()
     finally:
-        lost = keeping.done()
-        for task in (keeping, working):
+        for task in (working, keeping):
             task.cancel()
-        await asyncio.gather(keeping, working, return_exceptions=True)
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def until(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Whether the work was done before `stop` was set, which cancels it. Raises what it raises."""
+    working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+        return working.done()
+    finally:
+        for task in (working, stopping):
+            task.cancel()
+        await asyncio.gather(working, stopping, return_exceptions=True)
+
+
+async def _watch(manager: Manager, namespaces: Sequence[str], stop: asyncio.Event) -> None:
+    watching: set[asyncio.Task[None]] = set()
+    try:
+        await manager.start()
+        log.info("watching %s", ", ".join(namespaces) or "all namespaces")
+        watching.add(
+            asyncio.create_task(run_kopf(manager, namespaces, partial(_take_signals, stop)))
+        )
+        for ended in (await asyncio.wait(watching))[0]:
+            ended.result()
+    finally:
+        # The writers first: kopf takes its time, in which another may begin to act.
         await manager.close()
-        if not lost:
-            await lease.release()
-
-
-async def _work(manager: Manager, namespaces: Sequence[str], stop: asyncio.Event) -> None:
-    await manager.start()
-    log.info("watching %s", ", ".join(namespaces) or "all namespaces")
-    await run_kopf(manager, namespaces, stop)
-
-
-async def _first(task: "asyncio.Task[None]", stop: asyncio.Event) -> bool:
-    """Wait for the task or for `stop`; whether the task was first."""
-    stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    first = task.done()
-    for one in (task, stopping):
-        one.cancel()
-    await asyncio.gather(task, stopping, return_exceptions=True)
-    return first
+        for task in watching:
+            task.cancel()
+        await asyncio.gather(*watching, return_exceptions=True)
 
 
 async def _listen(

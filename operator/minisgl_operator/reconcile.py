@@ -333,9 +333,9 @@ class Task:
         )  # fmt: skip
 
     async def _close_reader(self) -> None:
-        reader, self._reader = self._reader, None
-        if reader is not None:
-            await reader.close()
+        if self._reader is not None:
+            await self._reader.close()
+            self._reader = None
 
     # --- acting --------------------------------------------------------------------------------
 
@@ -349,19 +349,16 @@ class Task:
                     foreign.add(key)
             elif isinstance(action, Delete):
                 self._refused.pop(action.key, None)
-                await self._kube.delete(
-                    action.key.kind, self._namespace, action.key.name, action.uid,
-                    foreground=action.foreground,
-                )  # fmt: skip
-                self._settled.pop(action.key, None)
+                await self._delete(action.key, action.uid, foreground=action.foreground)
             elif isinstance(action, DeletePod):
                 self._log.info("deleting pod %s: %s", action.name, action.why)
-                await self._kube.delete("Pod", self._namespace, action.name, action.uid)
+                await self._delete(Key("Pod", action.name), action.uid)
             else:
                 await self._post(observed, action)
         applied = {Key.of(a.manifest) for a in decided.actions if isinstance(a, Apply)}
         self._refused = {k: one for k, one in self._refused.items() if k in applied}
         self._same = {k: one for k, one in self._same.items() if k in applied}
+        self._settled = {k: one for k, one in self._settled.items() if k in applied}
         return replace(
             observed,
             foreign=frozenset(foreign),
@@ -404,6 +401,16 @@ class Task:
         else:
             self._cache.put(answer)
         return True
+
+    async def _delete(self, key: Key, uid: str, *, foreground: bool = False) -> None:
+        """Delete a child or pod. A refusal, as of an admission webhook, holds up nothing else."""
+        try:
+            await self._kube.delete(key.kind, self._namespace, key.name, uid, foreground=foreground)
+        except ApiError as error:
+            if error.status in _NO_ANSWER:
+                raise
+            self._metrics.failures.inc()
+            self._log.warning("%s %s cannot be deleted: %s", key.kind, key.name, error.message)
 
     def _refuse(self, key: Key, digest: str, error: ApiError, observed: Observed) -> None:
         """Note a refusal, and when the same is worth another try."""
@@ -469,8 +476,8 @@ class Task:
             if error.status == 404:  # it has just been deleted
                 return RESYNC_SECONDS
             raise
-        # Our own status is worth another look only if it came upon another spec.
-        self._cache.put(answer, tell=_generation(answer) != _generation(found))
+        # Our own status is worth another look only if it came upon another spec or object.
+        self._cache.put(answer, tell=_specified(answer) != _specified(found))
         return RESYNC_SECONDS
 
 
@@ -485,8 +492,8 @@ def belongs(child: Manifest, obj: MiniSGLang) -> bool:
     return all(labels.get(k) == v for k, v in ours.items())
 
 
-def _generation(found: Manifest) -> object:
-    return found["metadata"].get("generation")
+def _specified(found: Manifest) -> object:
+    return found["metadata"].get("uid"), found["metadata"].get("generation")
 
 
 def _by_type(status: Mapping[str, Any]) -> dict[str, Any]:

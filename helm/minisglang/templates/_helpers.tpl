@@ -38,10 +38,10 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- define "minisglang.rules" -}}
 - apiGroups: [minisglang.io]
   resources: [minisglangs]
-  verbs: [get, list, watch]
+  verbs: [list, watch]
 - apiGroups: [minisglang.io]
   resources: [minisglangs/status]
-  verbs: [get, patch]
+  verbs: [patch]
 # An owner reference with blockOwnerDeletion needs this.
 - apiGroups: [minisglang.io]
   resources: [minisglangs/finalizers]

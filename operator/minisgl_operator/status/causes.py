@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from minisgl_operator import names
 from minisgl_operator.drift import reason_of
-from minisgl_operator.observed import Key, Manifest
+from minisgl_operator.observed import Key, Manifest, Refusal
 from minisgl_operator.plan.failure import first_line
 from minisgl_operator.plan.groups import Survey
 from minisgl_operator.plan.pods import DOWNLOAD, Pod
@@ -119,7 +119,8 @@ def _names(survey: Survey) -> Iterator[Trouble]:
 def _refusals(survey: Survey) -> Iterator[Trouble]:
     for key, refusal in sorted(survey.observed.refused.items()):
         reason = refusal.reason if refusal.reason in _ORDER else "Forbidden"
-        yield Trouble(reason, f"{key.kind} {key.name} was refused: {refusal.message}")
+        said = refusal.message + _too_old(survey, refusal)
+        yield Trouble(reason, f"{key.kind} {key.name} was refused: {said}")
     for key, warning in sorted(survey.observed.warnings.items()):
         if warning.reason != "FailedCreate" or _has_its_pods(survey, key):
             continue
@@ -130,6 +131,15 @@ def _refusals(survey: Survey) -> Iterator[Trouble]:
             failed = told.get("type") == "ReplicaFailure" and told.get("status") == "True"
             if key.kind == "Deployment" and failed:
                 yield _no_pod(key, told.get("message", ""))
+
+
+def _too_old(survey: Survey, refusal: Refusal) -> str:
+    """An older server drops the image from a volume, and then misses its type: that tells nobody.
+    One whose administrator has switched image volumes on refuses nothing."""
+    of_image = survey.observed.obj.spec.model.uri.startswith("oci://")
+    if survey.observed.settings.image_volumes or not of_image or "volumes" not in refusal.message:
+        return ""
+    return " (a model of oci:// needs Kubernetes 1.35, and this API server is older)"
 
 
 def _no_pod(key: Key, message: str) -> Trouble:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from typing import NoReturn
 
 import pytest
 
@@ -117,3 +118,37 @@ async def test_silences_start_from_zero_after_a_time_without_readings() -> None:
         clock.now = 1100.0
         reader.take([rank0()], {}, full=False)
         assert [w.silent for w in reader.bus.workers] == [0.0]
+
+
+async def test_a_reading_that_fails_in_an_unknown_way_is_told_and_not_the_last() -> None:
+    class Odd(Reader):
+        async def _read(self) -> NoReturn:
+            raise KeyError("beat")
+
+    reader = Odd(Address("127.0.0.1", 1, "svc"), lambda: None)
+    try:
+        assert "beat" in (await until(reader, "unreachable")).message
+    finally:
+        await reader.close()
+
+
+async def test_who_is_cancelled_while_a_reader_closes_is_cancelled() -> None:
+    ending = asyncio.Event()
+
+    class Slow(Reader):
+        async def _read(self) -> NoReturn:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ending.set()
+                await asyncio.sleep(3600)
+            raise AssertionError("nobody sets it")
+
+    reader = Slow(Address("127.0.0.1", 1, "svc"), lambda: None)
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(reader.close())
+    await asyncio.wait_for(ending.wait(), 20)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    await reader.close()

@@ -151,3 +151,27 @@ def test_a_name_that_is_not_known_is_an_error_for_all_who_asked(
 
     with asyncio.Runner(loop_factory=Loop) as runner:
         runner.run(ask())
+
+
+async def look_up(name: str) -> Any:
+    async with asyncio.timeout(20):
+        return await asyncio.get_running_loop().getaddrinfo(name, 80)
+
+
+def test_what_cannot_be_a_name_is_an_error() -> None:
+    with asyncio.Runner(loop_factory=Loop) as runner, pytest.raises(UnicodeError):
+        runner.run(look_up("a" * 64 + ".example"))
+
+
+def test_a_name_is_looked_up_again_after_no_thread_could_be_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(thread: threading.Thread) -> None:
+        monkeypatch.undo()
+        raise RuntimeError("can't start new thread")
+
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        monkeypatch.setattr(threading.Thread, "start", full)
+        with pytest.raises(RuntimeError, match="thread"):
+            runner.run(look_up("127.0.0.1"))
+        assert runner.run(look_up("127.0.0.1"))[0][4] == ADDRESS

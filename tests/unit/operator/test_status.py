@@ -222,6 +222,17 @@ def test_h11_a_deployment_whose_pods_are_refused_says_so_in_the_servers_words() 
     assert conditions(told(made))["Degraded"][0] == "False"
 
 
+@pytest.mark.parametrize("older", [True, False])
+def test_a_server_that_is_too_old_for_models_of_images_is_named(older: bool) -> None:
+    made = world(model={"uri": "oci://registry.example.com/m:1"})
+    said = "spec.template.spec.volumes[0]: Required value: must specify a volume type"
+    refused = {Key("StatefulSet", "llm-g0-1"): Refusal("InvalidPodTemplate", said, 0)}
+    settings = replace(made.observe().settings, image_volumes=not older)
+    found = told(made, refused=refused, settings=settings)
+    assert conditions(found)["Degraded"] == ("True", "InvalidPodTemplate")
+    assert ("needs Kubernetes 1.35" in message(found, "Degraded")) is older
+
+
 @pytest.mark.parametrize(("status", "over"), [({}, False), ({"active": 1}, True)])
 def test_a_job_that_has_its_pod_by_now_is_not_told(status: dict[str, int], over: bool) -> None:
     made = world()
