@@ -8,6 +8,7 @@ a field that is True by default, such as `overlap_scheduling`, is switched off b
 
 import dataclasses
 import os
+import re
 import secrets
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,17 @@ def flag(default: Any, help: str, *, choices: tuple[str, ...] | None = None) -> 
 def new_boot() -> int:
     """64 random bits for a boot or an incarnation; never 0."""
     return secrets.randbits(64) | 1
+
+
+def port_range(text: str) -> range:
+    """The ports of `A-B`, both ends included. Raises `UsageError`."""
+    ends = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text, re.ASCII)
+    first, last = map(int, ends.groups()) if ends else (0, 0)
+    if not 1 <= first <= last <= 65535:
+        raise UsageError(
+            f"--port-range must be A-B, such as 29500-29599, of ports from 1 to 65535: {text!r}"
+        )
+    return range(first, last + 1)
 
 
 def env_switch(name: str) -> bool:
@@ -287,3 +299,8 @@ class RankConfig(ProbedConfig):
         None, "network interface between ranks (default: that of the route to rank 0)"
     )
     port_range: str | None = flag(None, "A-B: ports that rank 0 may listen on (default: any)")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.port_range is not None:
+            port_range(self.port_range)

@@ -83,6 +83,8 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 2) -> st
     return captured.err
 
 
+ENGINE_OF_TWO = ["engine", "--bus=ipc:///d", "--model=m", "--tensor-parallel-size=2"]
+
 # --- help and contract
 
 
@@ -149,6 +151,7 @@ def test_python_dash_m_is_the_same_program() -> None:
     (["serve", "m", "--overlap-scheduling"], "did you mean --disable-overlap-scheduling?"),
     (["gateway", "--model", "m"], "--bus"),
     (["engine", "--bus", "ipc:///d", "--model", "m"], "--tp-rank R, or --pod-index I"),
+    ([*ENGINE_OF_TWO, "--tp-rank=0", "--port-range=5"], "--port-range must be A-B"),
     (["bench"], "a command is missing"),
     (["bench", "onlne"], "did you mean offline?"),
     (["chat"], "--base-url"),
@@ -177,8 +180,7 @@ def test_wrong_arguments_end_with_2_and_one_line_that_names_them(
 def test_ranks_that_the_group_does_not_have_are_refused(
     argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    common = ["engine", "--bus", "ipc:///d", "--model", "m", "--tensor-parallel-size", "2"]
-    assert words in refused(capsys, *common, *argv)
+    assert words in refused(capsys, *ENGINE_OF_TWO, *argv)
 
 
 @pytest.mark.parametrize("value", ["x", "-1", "987654", "99999999999999999999"])

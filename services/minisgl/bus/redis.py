@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import redis
 from redis.backoff import NoBackoff
@@ -26,6 +27,7 @@ from redis.exceptions import RedisError, ResponseError
 from redis.retry import Retry
 
 from minisgl import messages
+from minisgl.bus import shown_url
 from minisgl.bus.base import TOK, Bus, BusError, Entry, ReplacedError
 from minisgl.config import UsageError
 from minisgl.messages import Message, WorkerState
@@ -69,12 +71,17 @@ class RedisBus(Bus):
         password_file: str | None = None,
         ca_file: str | None = None,
     ) -> None:
-        """Connects at the first call. Raises `UsageError` for a URL that Redis does not have."""
+        """Connects at the first call.
+
+        Raises `UsageError` for a URL that Redis does not have, and a file that is not there now.
+        """
         self.errors = 0
         self._prefix = f"minisgl:{{{service}}}:"
         self._worker = worker
         self._silence = silence
         arguments = connection_arguments(url, password_file, ca_file)
+        _check_file("--bus-password-file", password_file, "the password of Redis")
+        _check_file("--bus-ca-file", ca_file, "the certificate authority of Redis, in PEM")
         # Reading and writing happen in different threads; a reader may block for long.
         self._writer = redis.Redis(**arguments, socket_timeout=ANSWER_SECONDS)
         self._reader = redis.Redis(**arguments, socket_timeout=ANSWER_SECONDS + BLOCK_SECONDS)
@@ -413,6 +420,12 @@ def connection_arguments(
         raise UsageError(f"--bus: {error}") from None
     if "path" in parsed:
         raise UsageError("--bus must be redis://... or rediss://..., not a Unix socket")
+    database = urlsplit(url).path.strip("/")
+    if database and not re.fullmatch(r"\d+", database, re.ASCII):  # the library takes it for 0
+        raise UsageError(
+            f"--bus: what follows the port in {shown_url(url)!r} must be the number of a database, "
+            "as in redis://HOST:PORT/0"
+        )
     tls = parsed.pop("connection_class", None) is not None
     arguments: dict[str, Any] = {
         **parsed,
@@ -435,6 +448,20 @@ def connection_arguments(
             arguments.pop("username", None), password_file
         )
     return arguments
+
+
+def _check_file(flag: str, path: str | None, content: str) -> None:
+    """Raises `UsageError` if the file of a flag cannot be read."""
+    if path is None:
+        return
+    try:
+        with open(path, "rb"):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"{flag} {path!r} cannot be read: {error.strerror or error}. It must be a file with "
+            f"{content}"
+        ) from None
 
 
 def wrong_type(error: object) -> bool:

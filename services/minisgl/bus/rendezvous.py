@@ -5,7 +5,6 @@ name to resolve and no port to agree on beforehand, and a rank of another revisi
 Everybody else learns here which incarnation of the group is the present one.
 """
 
-import re
 import socket
 import time
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from redis.exceptions import RedisError, ResponseError
 from minisgl.bus.base import BusError, ReplacedError
 from minisgl.bus.network import Network, Nic, loopback, this_host
 from minisgl.bus.redis import ANSWER_SECONDS, connection_arguments, log_foreign, wrong_type
-from minisgl.config import StartError, UsageError
+from minisgl.config import StartError, UsageError, port_range
 from minisgl.messages import decode_state
 
 POLL_SECONDS = 0.1
@@ -243,22 +242,13 @@ def _shown_boot(data: bytes) -> str | None:
         return None
 
 
-def listeners(host: str, port_range: str | None, count: int) -> list[socket.socket]:
+def listeners(host: str, ports: str | None, count: int) -> list[socket.socket]:
     """So many sockets that listen on ports of `A-B`, or anywhere. Raises `UsageError`.
 
     They listen from the start, and are handed over to who serves there: a port that was only found
     to be free may be taken by another group of the host before it is used.
     """
-    candidates: Sequence[int] = [0] * count
-    if port_range is not None:
-        ends = re.fullmatch(r"(\d{1,5})-(\d{1,5})", port_range, re.ASCII)
-        first, last = map(int, ends.groups()) if ends else (0, 0)
-        if not 1 <= first <= last <= 65535:
-            raise UsageError(
-                "--port-range must be A-B, such as 29500-29599, of ports from 1 to 65535: "
-                f"{port_range!r}"
-            )
-        candidates = range(first, last + 1)
+    candidates: Sequence[int] = [0] * count if ports is None else port_range(ports)
     found: list[socket.socket] = []
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     why = ""
@@ -272,5 +262,5 @@ def listeners(host: str, port_range: str | None, count: int) -> list[socket.sock
             return found
     for one in found:
         one.close()
-    shown = port_range or "of any port"
+    shown = ports or "of any port"
     raise UsageError(f"--port-range {shown} has no {count} free ports on {host}{why}")

@@ -13,6 +13,7 @@ from minisgl.bus import TOK, connect, detok_queue, reply_queue
 from minisgl.bus import redis as module
 from minisgl.bus.redis import RedisBus
 from minisgl.bus.rendezvous import Meeting, Rendezvous
+from minisgl.config import UsageError
 from minisgl.messages import GroupLoad, Message, UserReply, WorkerState, encode, encode_state
 from tests.redis_server import RedisServer, documented_rules
 from tests.support import wait_until
@@ -280,3 +281,18 @@ def test_nothing_that_the_documented_user_may_not_do_is_tried(
     wait_until(gone, 10, lambda: "the consumer that is gone stays")
     one.close()
     assert admin.execute_command("ACL", "LOG") == []
+
+
+@pytest.mark.parametrize("url, files, words", [
+    ("redis://127.0.0.1:1/abc", {}, "must be the number of a database"),
+    ("redis://u:secret@127.0.0.1:1/0/1", {}, r"'redis://u:\*\*\*@127.0.0.1:1/0/1' must be"),
+    ("redis://127.0.0.1:1/0", {"password_file": "/no/such"},
+     "--bus-password-file '/no/such' cannot be read: No such file"),
+    ("rediss://127.0.0.1:1/0", {"ca_file": "/no/such"},
+     "--bus-ca-file '/no/such' cannot be read: No such file"),
+])  # fmt: skip
+def test_what_can_never_reach_redis_is_refused_before_it_is_asked(
+    url: str, files: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        connect(url, "svc", **files)
