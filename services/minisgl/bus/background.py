@@ -5,7 +5,6 @@ it answers again; what was not confirmed is sent again. That is bounded by what 
 arrives meanwhile.
 """
 
-import logging
 import queue
 import threading
 import time
@@ -14,8 +13,6 @@ from collections.abc import Callable, Sequence
 
 from minisgl.bus.base import Bus, BusError, Entry
 from minisgl.messages import Message, WorkerState
-
-log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
 STATES_SECONDS = 1.0
@@ -132,8 +129,7 @@ class BackgroundBus(Bus):
                 entries = self._bus.receive(RECEIVE_SECONDS)
                 if entries:
                     self._in.put(entries)
-            except BusError as error:
-                log.warning("the bus cannot be read: %s", error)
+            except BusError:
                 time.sleep(RETRY_SECONDS)
 
     def _send(self) -> None:
@@ -156,9 +152,8 @@ class BackgroundBus(Bus):
                     next_second = now + STATES_SECONDS
                 self._answers = True
                 self._send_all()
-            except BusError as error:
+            except BusError:
                 self._answers = False
-                log.warning("the bus takes nothing: %s", error)
                 time.sleep(RETRY_SECONDS)
                 continue
             with self._wake:

@@ -31,7 +31,7 @@ def reply_queue(gateway: str) -> str:
 
 
 class BusError(Exception):
-    """The bus does not answer or takes nothing. The caller may try the same again."""
+    """The bus does not answer or takes nothing, and has logged it. The caller may try again."""
 
 
 REPLACED_CODE = 5

@@ -15,7 +15,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,7 +28,8 @@ from redis.retry import Retry
 
 from minisgl import messages
 from minisgl.bus import shown_url
-from minisgl.bus.base import TOK, Bus, BusError, Entry, ReplacedError
+from minisgl.bus.base import TOK, Bus, Entry, ReplacedError
+from minisgl.bus.outage import Outage
 from minisgl.config import UsageError
 from minisgl.messages import Message, WorkerState
 
@@ -82,6 +83,7 @@ class RedisBus(Bus):
         arguments = connection_arguments(url, password_file, ca_file)
         _check_file("--bus-password-file", password_file, "the password of Redis")
         _check_file("--bus-ca-file", ca_file, "the certificate authority of Redis, in PEM")
+        self._outage = Outage(login(arguments))
         # Reading and writing happen in different threads; a reader may block for long.
         self._writer = redis.Redis(**arguments, socket_timeout=ANSWER_SECONDS)
         self._reader = redis.Redis(**arguments, socket_timeout=ANSWER_SECONDS + BLOCK_SECONDS)
@@ -110,7 +112,7 @@ class RedisBus(Bus):
             else:
                 self._unreadable(f"a message for {queue}", ValueError(_too_long(data)))
             return
-        with self._failures("writing"):
+        with self._outage.during("writing"):
             try:
                 self._append(key, data)
             except ResponseError as error:
@@ -127,13 +129,13 @@ class RedisBus(Bus):
     def ack(self, entries: Sequence[Entry]) -> None:
         ids = [e.token for e in entries if e.queue == TOK and isinstance(e.token, bytes)]
         if ids:
-            with self._failures("acknowledging"):
+            with self._outage.during("acknowledging"):
                 self._forget_shared(self._writer, ids)
 
     def publish_state(self, state: WorkerState) -> None:
         key = self._key(f"state:{state.role}:{state.id}")
         name = (str(state.role), state.id)
-        with self._failures("publishing"):
+        with self._outage.during("publishing"):
             if self._published.get(name) == state.boot:
                 shown = self._shown(key)
                 if shown is not None and _boot(shown) not in (None, state.boot):
@@ -149,7 +151,7 @@ class RedisBus(Bus):
 
     def read_states(self) -> list[WorkerState]:
         states, unreadable = [], set()
-        with self._failures("reading states"):
+        with self._outage.during("reading states"):
             keys = sorted(
                 set(self._writer.scan_iter(match=_glob(self._key("state:")) + "*", count=500))
             )
@@ -189,7 +191,7 @@ class RedisBus(Bus):
         while True:
             left = min(max(deadline - time.monotonic(), 0), BLOCK_SECONDS)
             entries: list[Entry] = []
-            with self._failures("reading"):
+            with self._outage.during("reading"):
                 if self._shared:
                     # With queues of both kinds neither may block the other for long.
                     entries += self._receive_shared(min(left, 0.02) if self._own else left)
@@ -373,38 +375,21 @@ class RedisBus(Bus):
                 log_foreign(key, "a stream")
         return True
 
-    def _failures(self, what: str) -> "_Failures":
-        return _Failures(what)
-
-
-class _Failures:
-    """Turns what the client library raises into `BusError`."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RedisError | OSError):
-            raise BusError(f"{self._what}: {error or type(error).__name__}") from error
-
 
 class _PasswordFile(CredentialProvider):
     """Reads the password at each connection, so that it can be changed while everything runs."""
 
     def __init__(self, user: str | None, path: str) -> None:
-        self._user = user
-        self._path = path
+        self.user = user
+        self.path = path
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
         try:
-            with open(self._path, encoding="utf-8") as file:
+            with open(self.path, encoding="utf-8") as file:
                 password = file.read().strip()
         except OSError as error:
             raise redis.ConnectionError(f"--bus-password-file: {error}") from None
-        return (self._user, password) if self._user else (password,)
+        return (self.user, password) if self.user else (password,)
 
 
 def connection_arguments(
@@ -448,6 +433,18 @@ def connection_arguments(
             arguments.pop("username", None), password_file
         )
     return arguments
+
+
+def login(arguments: Mapping[str, Any]) -> str:
+    """Who a client with these arguments is to Redis, for messages, and how that can be changed."""
+    provider = arguments.get("credential_provider")
+    if isinstance(provider, _PasswordFile):
+        user, source = provider.user, f"with the password in --bus-password-file {provider.path!r}"
+    elif "password" in arguments:
+        user, source = arguments.get("username"), "with the password in --bus"
+    else:
+        user, source = arguments.get("username"), "without a password: give --bus-password-file"
+    return f"the user {user or 'default'!r} {source}"
 
 
 def _check_file(flag: str, path: str | None, content: str) -> None:

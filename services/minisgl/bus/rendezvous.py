@@ -12,11 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import redis
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import ResponseError
 
 from minisgl.bus.base import BusError, ReplacedError
 from minisgl.bus.network import Network, Nic, loopback, this_host
-from minisgl.bus.redis import ANSWER_SECONDS, connection_arguments, log_foreign, wrong_type
+from minisgl.bus.outage import Outage
+from minisgl.bus.redis import (
+    ANSWER_SECONDS,
+    connection_arguments,
+    log_foreign,
+    login,
+    wrong_type,
+)
 from minisgl.config import StartError, UsageError, port_range
 from minisgl.messages import decode_state
 
@@ -74,6 +81,7 @@ class Rendezvous:
         """`network` is the host's; None: as it is now."""
         self._network = network or this_host()
         arguments = connection_arguments(url, password_file, ca_file)
+        self._outage = Outage(login(arguments))
         self._client = redis.Redis(**arguments, socket_timeout=ANSWER_SECONDS)
         self._bus_host = (str(arguments.get("host", "localhost")), int(arguments.get("port", 6379)))
         self._prefix = f"minisgl:{{{service}}}:"
@@ -210,7 +218,7 @@ class Rendezvous:
         return {k.decode(errors="replace"): v.decode(errors="replace") for k, v in raw.items()}
 
     def _call(self, work: Any) -> Any:
-        try:
+        with self._outage.during("rendezvous"):
             try:
                 return work()
             except ResponseError as error:
@@ -219,8 +227,6 @@ class Rendezvous:
                 self._client.unlink(self._key)
                 log_foreign(self._key, "a hash")
                 return work()
-        except (RedisError, OSError) as error:
-            raise BusError(f"rendezvous: {error}") from error
 
 
 def _meeting(held: dict[str, str]) -> Meeting:

@@ -115,7 +115,7 @@ class Link:
                     self._call(self._take, [m for entry in entries for m in entry.messages])
                     self._bus.ack(entries)
             except _FAILURES as error:
-                log.warning("the bus cannot be read: %s", error)
+                log.debug("the bus cannot be read: %s", error)
                 self._stopping.wait(RETRY_SECONDS)
 
     def _send(self) -> None:
@@ -134,7 +134,7 @@ class Link:
                     self._bus.send(*pending[0])
                     pending.pop(0)
             except _FAILURES as error:
-                log.warning("the bus takes nothing: %s", error)
+                log.debug("the bus takes nothing: %s", error)
                 if self._stopping.wait(RETRY_SECONDS):
                     return
                 continue

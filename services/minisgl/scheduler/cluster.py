@@ -135,8 +135,7 @@ class RedisMembers(Members):
         while True:
             try:
                 return work()
-            except BusError as error:
-                _log.warning("waiting for Redis: %s", error)
+            except BusError:
                 time.sleep(1.0)
 
 

@@ -177,11 +177,11 @@ def send_all(bus: Bus, addressed: Iterable[Addressed], late: Callable[[], bool])
 
 @contextlib.contextmanager
 def _outage(what: str, pause: bool = False) -> Iterator[None]:
-    """A bus that does not answer is logged, and with `pause` given some time."""
+    """A bus that does not answer has logged it, and with `pause` gets some time."""
     try:
         yield
     except BusError as error:
-        log.warning("the bus does not answer (%s): %s", what, error)
+        log.debug("the bus does not answer (%s): %s", what, error)
         if pause:
             time.sleep(_RETRY_SECONDS)
 
