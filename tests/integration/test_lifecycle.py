@@ -21,8 +21,7 @@ from typing import Any
 import pytest
 
 from minisgl.config import StartError
-from minisgl.gateway.listen import bind_http
-from minisgl.launch.serve import service_url
+from minisgl.gateway.listen import bind_http, service_url
 from minisgl.rundir import LOCK_NAME, RunDirectory
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")

@@ -128,3 +128,17 @@ def test_what_cannot_be_read_is_counted_in_one_state_of_the_process() -> None:
     other.handles = ()
     assert run_loop(CONFIG, bus, [Echo(), other], stop=bus.stop) == 0
     assert [counts[-1] for counts in bus.counted] == [5, 0]
+
+
+def test_a_worker_is_ready_once_and_only_when_the_others_can_see_it(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said() -> int:
+        return caplog.messages.count("ready role=tokenizer id=w")
+
+    caplog.set_level("INFO")
+    monkeypatch.setattr(loop, "BEAT_SECONDS", 0.0)
+    log_of([[ask(1)]], publish=99)
+    assert said() == 0
+    log_of([[ask(1)], [ask(2)], [ask(3)]], publish=1)
+    assert said() == 1

@@ -35,3 +35,9 @@ def bind_http(host: str, port: int) -> socket.socket:
     raise StartError(
         f"cannot listen on {host} port {port}: {reason}; choose another --port, or 0 for a free one"
     )
+
+
+def service_url(host: str, bound: socket.socket) -> str:
+    """The URL to show: the host as given, the port as bound."""
+    shown = f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{bound.getsockname()[1]}"

@@ -15,7 +15,7 @@ from minisgl.bus.base import REPLACED_CODE, ReplacedError
 from minisgl.config import GatewayConfig
 from minisgl.gateway.app import build_app
 from minisgl.gateway.connection import connection_class
-from minisgl.gateway.listen import bind_http
+from minisgl.gateway.listen import bind_http, service_url
 from minisgl.gateway.service import Service
 
 log = logging.getLogger(__name__)
@@ -107,8 +107,10 @@ async def serve(
         serving = asyncio.create_task(server.serve([sock]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.01)
-        if on_ready is not None and not serving.done():
-            on_ready()
+        if not serving.done():
+            log.info("listening on %s", service_url(service.config.host, sock))
+            if on_ready is not None:
+                on_ready()
         stopped = asyncio.create_task(stop.wait())
         await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()

@@ -1,7 +1,6 @@
 """`minisgl serve`: which processes make a service on one machine, and their command lines."""
 
 import dataclasses
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from minisgl.config import (
     WorkerConfig,
     flag,
 )
-from minisgl.gateway.listen import bind_http
+from minisgl.gateway.listen import bind_http, service_url
 from minisgl.hub import require_tokenizer, resolve_model
 from minisgl.launch.supervisor import ChildSpec, Supervisor, minisgl_command
 from minisgl.rundir import RunDirectory
@@ -60,12 +59,6 @@ class LocalGatewayConfig(GatewayConfig):
     drain_seconds: float | None = flag(
         15.0, "time to finish open streams after SIGTERM or Ctrl-C, in seconds"
     )
-
-
-def service_url(host: str, bound: socket.socket) -> str:
-    """The URL to print: the host as given, the port as bound."""
-    shown = f"[{host}]" if ":" in host else host
-    return f"http://{shown}:{bound.getsockname()[1]}"
 
 
 def as_arguments(config: Any, *, of: type | None = None, without: Sequence[str] = ()) -> list[str]:

@@ -121,6 +121,11 @@ def run_engine(
         bus.publish_state(state(rank.load() if first else None))
         if isinstance(bus, BackgroundBus):
             watchdog.start()
+        _log.info(
+            "ready group=%s rank=%d of=%d max_model_len=%d",
+            config.group, config.tp_rank, config.engine.tensor_parallel_size,
+            scheduler.max_model_len,
+        )  # fmt: skip
         if on_ready is not None:
             on_ready()
         rank.run(stop.is_set)

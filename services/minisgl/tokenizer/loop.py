@@ -97,6 +97,8 @@ def _turn(
     next_beat = heard = time.monotonic()
     deadline: float | None = None
     ready = False
+    shown: set[int] = set()
+    """Boots of the states that the others have seen."""
 
     def late() -> bool:
         """Whether the time to drain is over; it begins at the first call after `stop`."""
@@ -119,6 +121,9 @@ def _turn(
                 state.bus_errors = bus.errors if state is states[0] else 0
                 with _outage("the state"):  # the next beat brings it
                     bus.publish_state(state)
+                    if state.boot not in shown:
+                        shown.add(state.boot)
+                        log.info("ready role=%s id=%s", state.role, state.id)
         health.show_ready(deadline is None)
         if not ready:
             ready = True
