@@ -66,6 +66,9 @@ class Service:
         self.calls: set[Call] = set()
         """Calls whose answers are not written yet."""
         self._beat = 0
+        self._lacking: str | None = ""
+        """What was last said to be missing; empty: nothing was said yet."""
+        self._served = False
         self.link = Link(
             bus,
             config.id,
@@ -124,10 +127,24 @@ class Service:
         """Called at least each half second by the loop; the beat of this worker."""
         now = self.clock()
         self._beat += 1
-        if not self.link.healthy():
+        if self.link.healthy():
+            self._say_what_is_missing(now)
+        else:
             self.requests.restart_clocks(now)
         self.requests.tick(now)
         self._flush()
+
+    def _say_what_is_missing(self, now: float) -> None:
+        lacking = self.fleet.missing(now)
+        if lacking == self._lacking:
+            return
+        self._lacking = lacking
+        if lacking is None:
+            self._served = True
+            log.info("requests can be served")
+        else:  # until the others have started it is nothing to worry about
+            level = logging.WARNING if self._served else logging.INFO
+            log.log(level, "requests cannot be served: %s", lacking)
 
     def _flush(self) -> None:
         self.link.send(self.requests.take_outbox())

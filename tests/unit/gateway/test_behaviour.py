@@ -704,3 +704,24 @@ def test_load_balancers_may_ask_by_head(stage: Stage) -> None:
         answer = stage.http.head(path)
         assert answer.status_code == 200 and answer.content == b""
     assert set(stage.http.post("/health").headers["allow"].split(", ")) == {"GET", "HEAD"}
+
+
+def test_what_is_missing_is_logged_when_it_changes(
+    make_stage: Callable[..., Stage], caplog: pytest.LogCaptureFixture
+) -> None:
+    def said() -> list[str]:
+        return [m for m in caplog.messages if m.startswith(("requests can", "listening"))]
+
+    caplog.set_level("INFO")
+    stage = make_stage()
+    want = ["requests can be served", f"listening on {stage.url}"]
+    soon(lambda: said() == want, said())
+    everybody = list(stage.bus.states)
+    for role in ("detokenizer", "rank"):
+        stage.bus.states = [state for state in stage.bus.states if state.role != role]
+        who = "no group of ranks" if role == "rank" else f"no {role}"
+        want.append(f"requests cannot be served: {who} is ready")
+        soon(lambda: said() == want, want)
+    stage.bus.states = everybody
+    want.append("requests can be served")
+    soon(lambda: said() == want, want)
