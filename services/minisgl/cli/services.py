@@ -115,7 +115,11 @@ def _run_gateway(args: argparse.Namespace, life: Lifecycle) -> int:
                 raise UsageError(f"--http-fd {args.http_fd} is no socket: {error}") from None
             sock.set_inheritable(False)
         return run_gateway(
-            config, sock=sock, listen_when_ready=args.listen_when_ready, on_ready=life.ready
+            config,
+            sock=sock,
+            listen_when_ready=args.listen_when_ready,
+            on_ready=life.ready,
+            asked=life.stop,
         )
 
     return _work("gateway", args, life, work)

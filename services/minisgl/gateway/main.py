@@ -6,6 +6,7 @@ import logging
 import resource
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 
 import uvicorn
@@ -46,12 +47,14 @@ def run_gateway(
     sock: socket.socket | None = None,
     listen_when_ready: bool = False,
     on_ready: Callable[[], None] | None = None,
+    asked: threading.Event | None = None,
 ) -> int:
     """Serve until SIGTERM or SIGINT, finish the open streams, and return the exit code.
 
     `sock` is bound and does not listen yet; without it `config.host` and `config.port` are bound.
     With `listen_when_ready` clients are refused until a request can be served. `on_ready` is
-    called once this listens. Raises `UsageError` or `StartError` for a start that fails.
+    called once this listens. `asked` is set by a signal that came before this could take it.
+    Raises `UsageError` or `StartError` for a start that fails.
     """
     from minisgl.hub import model_vocab_size, resolve_model
     from minisgl.text import load_tokenizer
@@ -65,7 +68,7 @@ def run_gateway(
         vocabulary = model_vocab_size(folder) or tokenizer.vocab_size
         service = Service(config, connect_worker(config), tokenizer, vocabulary)
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            return runner.run(serve(service, own, listen_when_ready, on_ready))
+            return runner.run(serve(service, own, listen_when_ready, on_ready, asked=asked))
     finally:
         own.close()
 
@@ -76,10 +79,13 @@ async def serve(
     listen_when_ready: bool = False,
     on_ready: Callable[[], None] | None = None,
     stop: asyncio.Event | None = None,
+    asked: threading.Event | None = None,
 ) -> int:
     """Serve on a bound socket until a signal or `stop`; see `run_gateway`."""
     stop = stop or asyncio.Event()
     _on_signals(stop.set)
+    if asked is not None and asked.is_set():
+        stop.set()
     service.link.start()
     ticking = asyncio.create_task(_tick(service, stop))
     try:

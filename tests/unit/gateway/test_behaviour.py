@@ -1,5 +1,6 @@
 """What happens around an answer: clients that leave, queues that fill, a bus that is away."""
 
+import asyncio
 import http.client
 import io
 import json
@@ -725,3 +726,17 @@ def test_what_is_missing_is_logged_when_it_changes(
     stage.bus.states = everybody
     want.append("requests can be served")
     soon(lambda: said() == want, want)
+
+
+@pytest.mark.parametrize("listen_when_ready", [False, True])
+def test_a_signal_that_came_while_the_gateway_started_ends_it(listen_when_ready: bool) -> None:
+    asked = threading.Event()
+    asked.set()
+    stage = Stage()
+
+    async def serve() -> int:
+        served = gateway_main.serve(stage.service, stage._sock, listen_when_ready, asked=asked)
+        return await asyncio.wait_for(served, 20)
+
+    assert asyncio.run(serve()) == 0
+    stage.close()
