@@ -139,6 +139,7 @@ def test_python_dash_m_is_the_same_program() -> None:
     (["serve", "m", "--tensor", "2"], "unknown flag --tensor"),
     (["serve", "m", "--page-size", "four"], "--page-size: must be a whole number, not 'four'"),
     (["serve", "m", "--page-size", "0"], "--page-size must be at least 1, not 0"),
+    (["bench", "serve", "--url=http://x", "--plot=p.txt"], "--plot: 'p.txt' must end in .png"),
     (["serve", "m", "--memory-ratio", "nan"], "--memory-ratio: must be a number, not 'nan'"),
     (["serve", "m", "--memory-ratio", "1.5"], "--memory-ratio"),
     (["serve", "m", "--dtype", "float8"], "--dtype"),
@@ -150,7 +151,7 @@ def test_python_dash_m_is_the_same_program() -> None:
     (["serve", "m", "--api-key", ""], "--api-key: must not be empty"),
     (["serve", "m", "--overlap-scheduling"], "did you mean --disable-overlap-scheduling?"),
     (["gateway", "--model", "m"], "--bus"),
-    (["engine", "--bus", "ipc:///d", "--model", "m"], "--tp-rank R, or --pod-index I"),
+    (ENGINE_OF_TWO, "--tp-rank R, or --pod-index I"),
     ([*ENGINE_OF_TWO, "--tp-rank=0", "--port-range=5"], "--port-range must be A-B"),
     (["bench"], "a command is missing"),
     (["bench", "onlne"], "did you mean offline?"),
@@ -161,7 +162,7 @@ def test_python_dash_m_is_the_same_program() -> None:
     (["generate", "m", "p", "--temperature", "3"], "--temperature must be between 0 and 2"),
     (["generate", "/no/such/folder", "p"], "/no/such/folder"),
     (["bench", "offline", "--json", "/no/such/folder/x"], "'/no/such/folder/x' cannot be written"),
-    (["bench", "serve", "--url", "http://x", "--plot", "/tmp"], "'/tmp' cannot be written"),
+    (["bench", "serve", "--url=http://x", "--plot=/no/x.png"], "'/no/x.png' cannot be written"),
 ])  # fmt: skip
 def test_wrong_arguments_end_with_2_and_one_line_that_names_them(
     argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
@@ -181,6 +182,15 @@ def test_ranks_that_the_group_does_not_have_are_refused(
     argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert words in refused(capsys, *ENGINE_OF_TWO, *argv)
+
+
+def test_a_rank_that_is_alone_need_not_be_numbered() -> None:
+    parser = Parser(prog="minisgl engine")
+    services.add_engine(parser)
+    args = parser.parse_args(["--bus=ipc:///d", "--model=m"])
+    assert list(services._ranks(args, 1)) == [0]
+    with pytest.raises(UsageError, match="--tensor-parallel-size is 2"):
+        services._ranks(args, 2)
 
 
 @pytest.mark.parametrize("value", ["x", "-1", "987654", "99999999999999999999"])

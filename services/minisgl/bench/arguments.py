@@ -59,6 +59,13 @@ def output_file(text: str) -> str:
     return text
 
 
+def picture_file(text: str) -> str:
+    """A file for a picture, of a type that can be drawn."""
+    if Path(text).suffix != ".png":
+        raise argparse.ArgumentTypeError(f"{text!r} must end in .png")
+    return output_file(text)
+
+
 def lengths(text: str) -> tuple[int, ...]:
     """`500,2000`: whole numbers over 0."""
     return tuple(positive_int(part.strip()) for part in text.split(","))

@@ -11,7 +11,14 @@ from collections import Counter
 from tqdm import tqdm
 
 from minisgl.bench import ending_on_signals
-from minisgl.bench.arguments import output_file, positive, positive_int, share, token_range
+from minisgl.bench.arguments import (
+    output_file,
+    picture_file,
+    positive,
+    positive_int,
+    share,
+    token_range,
+)
 from minisgl.bench.client import Generator, Load, look_at, plan
 from minisgl.bench.plot import check_plotting, plot_served
 from minisgl.bench.server import Server
@@ -110,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", type=output_file, metavar="FILE", help="write all figures to this file"
     )
     parser.add_argument(
-        "--plot", type=output_file, metavar="FILE.png", help="write a picture to this file"
+        "--plot", type=picture_file, metavar="FILE.png", help="write a picture to this file"
     )
 
 

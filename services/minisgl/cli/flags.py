@@ -108,7 +108,7 @@ def add_flags(
         name, text = f.name.replace("_", "-"), f.metadata["help"]
         common: dict[str, Any] = {"dest": f.name, "default": argparse.SUPPRESS}
         if f.default is True:
-            text = help_text(f"do not {text}", "do")
+            text = help_text(f"do not {text}", "it does")
             group.add_argument(
                 f"--disable-{name}", action="store_const", const=False, help=text, **common
             )

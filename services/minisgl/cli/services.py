@@ -55,7 +55,12 @@ def add_engine(parser: Parser) -> Run:
     parser.add_argument(
         "--group", metavar="G", default="g0", help="name of the TP group (default: g0)"
     )
-    parser.add_argument("--tp-rank", metavar="R", type=whole_number, help="which rank this is")
+    parser.add_argument(
+        "--tp-rank",
+        metavar="R",
+        type=whole_number,
+        help="which rank this is (default: 0, where --tensor-parallel-size is 1)",
+    )
     parser.add_argument(
         "--pod-index", metavar="I", type=whole_number, help="which pod of the group this is"
     )
@@ -169,12 +174,17 @@ def _run_engine(args: argparse.Namespace, life: Lifecycle) -> int:
 
 def _ranks(args: argparse.Namespace, size: int) -> Sequence[int]:
     """The ranks that this process is asked to run."""
-    if (args.tp_rank is None) == (args.pod_index is None):
-        raise UsageError("give either --tp-rank R, or --pod-index I with --ranks-per-pod N")
+    alone = size == 1 and args.pod_index is None
+    rank = 0 if args.tp_rank is None and alone else args.tp_rank
+    if (rank is None) == (args.pod_index is None):
+        raise UsageError(
+            "give either --tp-rank R, or --pod-index I with --ranks-per-pod N: "
+            f"--tensor-parallel-size is {size}"
+        )
     if args.pod_index is None:
         if args.ranks_per_pod is not None:
             raise UsageError("--ranks-per-pod goes with --pod-index, not with --tp-rank")
-        ranks, shown = range(args.tp_rank, args.tp_rank + 1), f"--tp-rank {args.tp_rank}"
+        ranks, shown = range(rank, rank + 1), f"--tp-rank {rank}"
     else:
         count = 1 if args.ranks_per_pod is None else args.ranks_per_pod
         if count < 1:

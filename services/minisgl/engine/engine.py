@@ -195,6 +195,8 @@ def _dtype(name: str, model: ModelConfig) -> torch.dtype:
 
 def _max_seq_len(config: EngineConfig, model: ModelConfig) -> int:
     limit = config.max_seq_len or model.max_model_len
+    if config.max_seq_len == 1:
+        raise UsageError("--max-seq-len must be at least 2 tokens, a prompt and an output, not 1")
     if limit > model.max_model_len:
         raise UsageError(
             f"--max-seq-len {limit} is over the model's limit of {model.max_model_len} tokens"

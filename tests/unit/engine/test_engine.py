@@ -346,6 +346,11 @@ def test_a_sequence_limit_above_the_model_is_a_usage_error(tiny: Path) -> None:
         LLM(tiny, max_seq_len=100000)
 
 
+def test_a_sequence_limit_without_room_for_an_output_names_the_flag(tiny: Path) -> None:
+    with pytest.raises(UsageError, match="--max-seq-len must be at least 2 tokens"):
+        LLM(tiny, max_seq_len=1)
+
+
 def test_an_active_sliding_window_shorter_than_the_limit_names_the_flag(
     tmp_path: Path,
 ) -> None:
