@@ -17,7 +17,7 @@ from minisgl.messages import Message, WorkerState
 log = logging.getLogger(__name__)
 
 PUBLISH_SECONDS = 1.0
-LOOK_SECONDS = 0.5
+LOOK_SECONDS = 0.25
 RETRY_SECONDS = 1.0
 BUS_SILENCE_SECONDS = 3.0
 """Without a look at the bus for so long it counts as away."""
