@@ -235,7 +235,7 @@ def leftovers() -> dict[str, set[str]]:
         "processes": {
             path.parent.name
             for path in Path("/proc").glob("[0-9]*/cmdline")
-            if str(folder()).encode() in read(path)
+            if f"{folder()}/".encode() in read(path)
         },
     }
 
