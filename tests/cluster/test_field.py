@@ -48,6 +48,7 @@ def test_a_crash_that_repeats_ends_with_its_first_error_line(
     assert group["lastFailure"]["exitCode"] > 0
 
 
+@pytest.mark.long
 def test_a_model_that_loads_for_long_is_not_killed(product: Product, made: list[Served]) -> None:
     """H39: liveness would have ended it three times over."""
     slow = 'sleep 50; exec minisgl "$@"'

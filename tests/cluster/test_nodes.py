@@ -85,7 +85,9 @@ def on_both(served: Served) -> None:
     assert {pod["spec"]["nodeName"] for pod in served.pods("rank")} == {"n1", "n2"}
 
 
-@pytest.mark.parametrize("lost", ["a group", "a group, Redis and the operator"])
+@pytest.mark.parametrize(
+    "lost", ["a group", pytest.param("a group, Redis and the operator", marks=pytest.mark.long)]
+)
 def test_streams_outlive_a_node_and_its_group_moves(
     product: Product, pair: Served, lost: str
 ) -> None:

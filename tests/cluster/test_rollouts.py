@@ -87,6 +87,7 @@ def test_a_broken_image_stops_at_one_group_and_a_good_one_goes_on(
     assert not load.wrong()
 
 
+@pytest.mark.long
 def test_a_changed_shape_replaces_groups_whole(roll: Served) -> None:
     """H23, H28: no group has ranks of two shapes, and no stream notices."""
     with Load(roll.endpoint("first")) as load:
@@ -132,6 +133,7 @@ def test_scaling_by_kubectl_breaks_no_stream(roll: Served) -> None:
     assert roll.status["selector"]
 
 
+@pytest.mark.long
 def test_rotated_keys_restart_nothing(product: Product, roll: Served) -> None:
     """H43: the kubelet takes up to a minute and a half, the gateway none."""
     before = {pod["metadata"]["uid"] for pod in roll.pods()}
