@@ -55,6 +55,17 @@ def api_server() -> Iterator[ApiServer]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def own_api_server() -> Iterator[ApiServer]:
+    """One that no other file of tests uses: to be killed, or to hold an older chart."""
+    try:
+        server = ApiServer()
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    with server:
+        yield server
+
+
 @pytest.fixture(scope="session")
 def soak_seconds() -> float:
     """How long a soak lasts: `MINISGL_SOAK_SECONDS`, 30 seconds by default."""

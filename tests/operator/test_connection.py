@@ -15,6 +15,12 @@ from tests.operator.running import Operator, install_chart
 from tests.support import wait_until
 
 
+@pytest.fixture(scope="module")
+def api_server(own_api_server: ApiServer) -> ApiServer:
+    """In place of the one that tests share."""
+    return own_api_server
+
+
 class Distant(Operator):
     """An operator with the API server behind a proxy."""
 

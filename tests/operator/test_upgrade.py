@@ -28,6 +28,12 @@ def helm(api: ApiServer, *words: str) -> None:
     )  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def api_server(own_api_server: ApiServer) -> ApiServer:
+    """In place of the one that tests share."""
+    return own_api_server
+
+
 @pytest.fixture
 def older_chart(tmp_path: Path) -> Path:
     """The package of a version whose types lack a field and a column, with another image."""
