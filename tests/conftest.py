@@ -47,17 +47,16 @@ def real_model() -> Path:
 @pytest.fixture(scope="session")
 def api_server() -> Iterator[ApiServer]:
     """Kubernetes' API and nothing that acts on it: tests play scheduler, kubelet, controllers."""
-    try:
-        server = ApiServer()
-    except Unavailable as reason:
-        pytest.skip(str(reason))
-    with server:
-        yield server
+    yield from _api_server()
 
 
 @pytest.fixture(scope="module")
 def own_api_server() -> Iterator[ApiServer]:
     """One that no other file of tests uses: to be killed, or to hold an older chart."""
+    yield from _api_server()
+
+
+def _api_server() -> Iterator[ApiServer]:
     try:
         server = ApiServer()
     except Unavailable as reason:

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 
 from tests.redis_server import RedisServer, free_port
-from tests.support import metrics, wait_until
+from tests.support import lines, metrics, wait_until
 
 T = 4.0
 """The heartbeat time-out of every deployment here, in seconds."""
@@ -138,7 +138,7 @@ class Streams:
         ):
             if answer.status_code != 200:
                 return Ended("", None, answer.read().decode(), answer.status_code)
-            for line in _lines(answer):
+            for line in lines(answer):
                 if self._left.is_set():
                     break
                 if not line.startswith(b"data: ") or line == b"data: [DONE]":
@@ -173,14 +173,6 @@ class Streams:
             return [f.result(STREAMS_SECONDS) for f in self._futures]
         finally:
             self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _lines(answer: httpx.Response) -> Iterator[bytes]:
-    """Split at line feeds alone: httpx also splits at what a text may hold, such as U+2028."""
-    rest = b""
-    for part in answer.iter_bytes():
-        *lines, rest = (rest + part).split(b"\n")
-        yield from lines
 
 
 class Deployment:

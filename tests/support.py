@@ -3,7 +3,7 @@
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -19,6 +19,14 @@ def wait_until(condition: Callable[[], bool], seconds: float, what: Callable[[],
         if time.monotonic() > limit:
             raise AssertionError(f"not within {seconds:.0f} seconds: {what()}")
         time.sleep(0.05)
+
+
+def lines(answer: httpx.Response) -> Iterator[bytes]:
+    """Split at line feeds alone: httpx also splits at what a text may hold, such as U+2028."""
+    rest = b""
+    for part in answer.iter_bytes():
+        *whole, rest = (rest + part).split(b"\n")
+        yield from whole
 
 
 def descendants(pid: int) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from tests.support import wait_until
+from tests.support import lines, wait_until
 
 TOPICS = ("rivers", "granite", "owls", "bread", "sails", "frost", "copper", "mills")
 ANSWER_SECONDS = 240.0
@@ -93,10 +93,8 @@ class Endpoint:
 
 
 def _events(answer: httpx.Response) -> Iterator[bytes]:
-    rest = b""
-    for part in answer.iter_bytes():
-        *lines, rest = (rest + part).split(b"\n")
-        yield from (line.removeprefix(b"data: ") for line in lines if line.startswith(b"data: "))
+    prefix = b"data: "
+    return (line.removeprefix(prefix) for line in lines(answer) if line.startswith(prefix))
 
 
 @dataclass

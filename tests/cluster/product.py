@@ -230,6 +230,10 @@ class Served:
         kept = [pod for pod in items if "deletionTimestamp" not in pod["metadata"]]
         return sorted(kept, key=lambda pod: str(pod["metadata"]["name"]))
 
+    def uids(self, role: str = "") -> set[str]:
+        """Which pods these are: another one of the same name is another."""
+        return {pod["metadata"]["uid"] for pod in self.pods(role)}
+
     def lives(self) -> set[tuple[int, int]]:
         """Index and epoch of each group."""
         return {(group["index"], group["epoch"]) for group in self.status["groups"]}

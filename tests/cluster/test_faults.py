@@ -38,10 +38,6 @@ def restarts(served: Served) -> dict[str, int]:
     }
 
 
-def uids(served: Served, role: str = "") -> set[str]:
-    return {pod["metadata"]["uid"] for pod in served.pods(role)}
-
-
 def unbroken(load: Load, served: Served) -> None:
     """All is as wanted again, every client got a whole answer since, and none a wrong one."""
     served.settle()
@@ -54,7 +50,7 @@ def test_a_deleted_rank_pod_costs_no_stream(qwen: Served) -> None:
     with Load(qwen.endpoint()) as load:
         victim = qwen.pods("rank", group=0)[0]["metadata"]
         qwen.ask("delete", "pod", victim["name"], "--wait=false")
-        qwen.wait("the pod is another one", lambda: victim["uid"] not in uids(qwen, "rank"))
+        qwen.wait("the pod is another one", lambda: victim["uid"] not in qwen.uids("rank"))
         unbroken(load, qwen)
 
 
@@ -179,7 +175,7 @@ def test_ranks_form_again_without_the_operator(product: Product, qwen: Served) -
 def test_a_kubelet_without_a_pulse_is_no_lost_node(product: Product, qwen: Served) -> None:
     """Its pods compute on, so nothing is done, and their streams go on."""
     node = product.cluster.nodes[1]
-    before = uids(qwen)
+    before = qwen.uids("rank")
     with Load(qwen.endpoint()) as load:
         node.kill_agents()
         try:
@@ -192,7 +188,7 @@ def test_a_kubelet_without_a_pulse_is_no_lost_node(product: Product, qwen: Serve
             node.start_agents()
         product.cluster.wait_until_ready()
         unbroken(load, qwen)
-    assert uids(qwen) >= {u for u in before if u in uids(qwen, "rank")}
+    assert qwen.uids("rank") == before
 
 
 @pytest.mark.long
@@ -230,24 +226,24 @@ def test_a_drained_node_costs_no_stream(product: Product, qwen: Served) -> None:
 @pytest.mark.long
 def test_objects_and_streams_outlive_the_chart(product: Product, qwen: Served) -> None:
     """H35, H37: uninstalled and installed again under the same name."""
-    before = uids(qwen)
+    before = qwen.uids()
     with Load(qwen.endpoint()) as load:
         product.operator.helm("uninstall", "minisglang", "--wait")
         load.flow()
         load.go_round()
         product.operator.install()
         unbroken(load, qwen)
-    assert uids(qwen) == before
+    assert qwen.uids() == before
 
 
 @pytest.mark.long
 def test_an_upgrade_of_the_operator_restarts_no_pod(product: Product, qwen: Served) -> None:
     """H32: also with `image` unset and another default image."""
-    before = uids(qwen)
+    before = qwen.uids()
     with Load(qwen.endpoint()) as load:
         product.operator.install("defaults.image=nowhere.example/other:2", "operator.podLabels.a=b")
         unbroken(load, qwen)
-        assert uids(qwen) == before
+        assert qwen.uids() == before
     product.operator.install()
 
 

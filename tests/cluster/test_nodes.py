@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster.load import Load
-from tests.cluster.product import OPERATOR, SYSTEM, Product, Served, on_node
+from tests.cluster.product import NAMESPACE, OPERATOR, SYSTEM, Product, Served, on_node
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 NAME = "pair"
@@ -96,7 +96,7 @@ def test_streams_outlive_a_node_and_its_group_moves(
     away = "n2" if "Redis" in lost else "n1"
     place(product, SYSTEM, OPERATOR, away)
     place(
-        product, "llm",
+        product, NAMESPACE,
         f"app.kubernetes.io/instance={NAME},app.kubernetes.io/component=redis", away,
     )  # fmt: skip
     product.operator.wait()

@@ -48,13 +48,12 @@ def test_services_roll_without_a_failed_request(roll: Served) -> None:
     label = {"metadata": {"labels": {"rolled": "yes"}}}
     with Load(endpoint) as long, Load(endpoint, clients=4, tokens=8) as short:
         for role in ("gateway", "tokenizer", "detokenizer"):
-            before = {pod["metadata"]["uid"] for pod in roll.pods(role)}
+            before = roll.uids(role)
             roll.patch({role: {"podTemplate": label}})
             roll.wait(
                 f"{role} is rolled",
                 lambda role=role, before=before: (
-                    (now := {pod["metadata"]["uid"] for pod in roll.pods(role)}) != set()
-                    and not now & before
+                    (now := roll.uids(role)) != set() and not now & before
                 ),
             )
             roll.settle()
@@ -136,7 +135,7 @@ def test_scaling_by_kubectl_breaks_no_stream(roll: Served) -> None:
 @pytest.mark.long
 def test_rotated_keys_restart_nothing(product: Product, roll: Served) -> None:
     """H43: the kubelet takes up to a minute and a half, the gateway none."""
-    before = {pod["metadata"]["uid"] for pod in roll.pods()}
+    before = roll.uids()
     old, new = roll.endpoint("first"), roll.endpoint("second")
     assert (old.status("/v1/models"), new.status("/v1/models")) == (200, 401)
     with Load(old) as load:
@@ -146,4 +145,4 @@ def test_rotated_keys_restart_nothing(product: Product, roll: Served) -> None:
     assert not load.wrong() + [str(answer) for answer in load.refused()]
     product.kubectl.apply(key_secret("second"))
     roll.wait("the old key does not", lambda: old.status("/v1/models") == 401)
-    assert {pod["metadata"]["uid"] for pod in roll.pods()} == before
+    assert roll.uids() == before

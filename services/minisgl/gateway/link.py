@@ -115,7 +115,7 @@ class Link:
                     self._call(self._take, [m for entry in entries for m in entry.messages])
                     self._bus.ack(entries)
             except _FAILURES as error:
-                log.debug("the bus cannot be read: %s", error)
+                _tell("the bus cannot be read", error)
                 self._stopping.wait(RETRY_SECONDS)
 
     def _send(self) -> None:
@@ -134,7 +134,7 @@ class Link:
                     self._bus.send(*pending[0])
                     pending.pop(0)
             except _FAILURES as error:
-                log.debug("the bus takes nothing: %s", error)
+                _tell("the bus takes nothing", error)
                 if self._stopping.wait(RETRY_SECONDS):
                     return
                 continue
@@ -157,3 +157,10 @@ class Link:
     def _seen(self, states: Sequence[WorkerState]) -> None:
         self._looked = self._clock()
         self._look(list(states))
+
+
+def _tell(what: str, error: Exception) -> None:
+    """Log a failure; a `BusError` has been logged by the bus."""
+    log.log(
+        logging.DEBUG if isinstance(error, BusError) else logging.WARNING, "%s: %s", what, error
+    )
