@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from minisgl.detokenizer.worker import DetokenizerCore, _State
-from minisgl.gateway.requests import Request, Requests
+from minisgl.gateway.request import Request
+from minisgl.gateway.requests import Requests
 from minisgl.messages import DetokenizeMsg, Opening, UserReply, pack_ids
 from minisgl.scheduler.replies import ReplySink
 from minisgl.scheduler.request import PendingReq

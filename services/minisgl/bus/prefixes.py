@@ -20,7 +20,7 @@ import redis
 import xxhash
 from redis.exceptions import RedisError
 
-from minisgl.bus.redis import ANSWER_SECONDS, connection_arguments
+from minisgl.bus.connection import ANSWER_SECONDS, connection_arguments
 from minisgl.config import WorkerConfig
 
 log = logging.getLogger(__name__)

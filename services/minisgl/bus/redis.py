@@ -15,42 +15,35 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 import redis
-from redis.backoff import NoBackoff
-from redis.connection import parse_url
-from redis.credentials import CredentialProvider
 from redis.exceptions import RedisError, ResponseError
-from redis.retry import Retry
 
 from minisgl import messages
-from minisgl.bus import shown_url
 from minisgl.bus.base import TOK, Bus, Entry, ReplacedError
+from minisgl.bus.connection import (
+    ANSWER_SECONDS,
+    block_milliseconds,
+    check_file,
+    connection_arguments,
+    log_foreign,
+    login,
+    wrong_type,
+)
 from minisgl.bus.outage import Outage
-from minisgl.config import UsageError
+from minisgl.bus.tok import SharedQueue, forget
 from minisgl.messages import Message, WorkerState
 
 log = logging.getLogger(__name__)
 
-GROUP = "tokenizers"
-"""The consumer group of `tok`."""
 ENTRIES_AT_ONCE = 256
 """Most entries of one queue that one `receive` returns."""
-SHARED_ENTRIES_AT_ONCE = 8
-"""Of `tok`: what one reader takes, the others cannot have."""
 MAX_ENTRIES = 100_000
 """About the longest stream: beyond it the oldest entries are cut, which a reader sees as a gap."""
-ANSWER_SECONDS = 2.0
-"""A Redis that takes longer for any answer counts as away."""
 BLOCK_SECONDS = 1.0
 """Longest wait of one call, so that the end of a connection is noticed."""
-CLAIM_SECONDS = 0.25
-"""How often a reader of `tok` looks for what others have left."""
-CONSUMERS_SECONDS = 60.0
-"""How often a reader of `tok` looks for consumers that are gone."""
 MAX_ENTRY_BYTES = 64 << 20
 """A longer entry is not of this program, which divides what it sends: it is dropped unread."""
 
@@ -81,18 +74,15 @@ class RedisBus(Bus):
         self._worker = worker
         self._silence = silence
         arguments = connection_arguments(url, password_file, ca_file)
-        _check_file("--bus-password-file", password_file, "the password of Redis")
-        _check_file("--bus-ca-file", ca_file, "the certificate authority of Redis, in PEM")
+        check_file("--bus-password-file", password_file, "the password of Redis")
+        check_file("--bus-ca-file", ca_file, "the certificate authority of Redis, in PEM")
         self._outage = Outage(login(arguments))
         # Reading and writing happen in different threads; a reader may block for long.
         self._writer = redis.Redis(**arguments, socket_timeout=ANSWER_SECONDS)
         self._reader = redis.Redis(**arguments, socket_timeout=ANSWER_SECONDS + BLOCK_SECONDS)
         self._own: dict[str, deque[bytes]] = {}
         """Queues with one reader: ids that were taken, and not deleted yet."""
-        self._shared = False
-        self._recovered = False
-        self._next_claim = self._next_look = 0.0
-        self._claim_from = b"0-0"
+        self._shared: SharedQueue | None = None
         self._published: dict[tuple[str, str], int] = {}
         self._unreadable_states: set[bytes] = set()
         """Keys, as the last look at them had it."""
@@ -130,7 +120,7 @@ class RedisBus(Bus):
         ids = [e.token for e in entries if e.queue == TOK and isinstance(e.token, bytes)]
         if ids:
             with self._outage.during("acknowledging"):
-                self._forget_shared(self._writer, ids)
+                forget(self._writer, self._key(TOK), ids)
 
     def publish_state(self, state: WorkerState) -> None:
         key = self._key(f"state:{state.role}:{state.id}")
@@ -182,7 +172,9 @@ class RedisBus(Bus):
 
     def subscribe(self, queue: str) -> None:
         if queue == TOK:
-            self._shared = True
+            self._shared = SharedQueue(
+                self._reader, self._key(TOK), self._worker, self._silence, self._tok_entry
+            )
         else:
             self._own[queue] = deque()
 
@@ -194,7 +186,8 @@ class RedisBus(Bus):
             with self._outage.during("reading"):
                 if self._shared:
                     # With queues of both kinds neither may block the other for long.
-                    entries += self._receive_shared(min(left, 0.02) if self._own else left)
+                    wait = min(left, 0.02) if self._own else left
+                    entries += self._receive_shared(self._shared, wait)
                 if self._own and not entries:
                     entries += self._receive_own(min(left, 0.02) if self._shared else left)
             if entries or time.monotonic() >= deadline:
@@ -206,7 +199,9 @@ class RedisBus(Bus):
         for queue, ids in deleting.items():
             pipe.xdel(self._key(queue), *ids)
         keys = {self._key(queue): queue for queue in self._own}
-        pipe.xread(dict.fromkeys(keys, b"0-0"), count=ENTRIES_AT_ONCE, block=_block(timeout))
+        pipe.xread(
+            dict.fromkeys(keys, b"0-0"), count=ENTRIES_AT_ONCE, block=block_milliseconds(timeout)
+        )
         try:
             *_, found = pipe.execute()
         except ResponseError as error:
@@ -227,93 +222,16 @@ class RedisBus(Bus):
                     entries.append(entry)
         return entries
 
-    def _receive_shared(self, timeout: float) -> list[Entry]:
-        client, key = self._reader, self._key(TOK)
-        rows: Any
+    def _receive_shared(self, shared: SharedQueue, timeout: float) -> list[Entry]:
         try:
-            if not self._recovered:
-                # What this worker had taken under this name before it was started again.
-                rows = client.xreadgroup(GROUP, self._worker, {key: "0"}, count=ENTRIES_AT_ONCE)
-                self._recovered = True
-                if rows and rows[0][1]:
-                    return self._shared_entries(client, rows[0][1])
-            now = time.monotonic()
-            if now >= self._next_claim:
-                self._next_claim = now + CLAIM_SECONDS
-                claimed = self._claim(client, key)
-                if claimed:
-                    return claimed
-            if now >= self._next_look:
-                self._next_look = now + CONSUMERS_SECONDS
-                self._forget_consumers(client, key)
-            rows = client.xreadgroup(
-                GROUP,
-                self._worker,
-                {key: ">"},
-                count=SHARED_ENTRIES_AT_ONCE,
-                block=_block(timeout),
-            )
+            return shared.receive(timeout)
         except ResponseError as error:
-            if str(error).startswith("NOGROUP"):
-                # New, flushed, or destroyed: from the start, to pass over nothing that waits.
-                self._make_group(client, key)
-            elif not self._drop_foreign(client, [key], error):
+            if not self._drop_foreign(self._reader, [self._key(TOK)], error):
                 raise
             return []
-        return self._shared_entries(client, rows[0][1], fresh=True) if rows else []
 
-    def _claim(self, client: redis.Redis, key: str) -> list[Entry]:
-        answer: Any = client.xautoclaim(
-            key, GROUP, self._worker, self._milliseconds(1), self._claim_from,
-            count=SHARED_ENTRIES_AT_ONCE,
-        )  # fmt: skip
-        self._claim_from = answer[0]
-        return self._shared_entries(client, answer[1])
-
-    def _forget_consumers(self, client: redis.Redis, key: str) -> None:
-        """Remove readers that are gone and left nothing: each new name would stay for ever.
-
-        One that was only frozen is made again by its next call.
-        """
-        found: Any = client.xinfo_consumers(key, GROUP)
-        for consumer in found:
-            if not consumer["pending"] and consumer["idle"] > self._milliseconds(10):
-                client.xgroup_delconsumer(key, GROUP, consumer["name"])
-
-    def _make_group(self, client: redis.Redis, key: str) -> None:
-        try:
-            client.xgroup_create(key, GROUP, id="0", mkstream=True)
-        except ResponseError as error:
-            if not str(error).startswith("BUSYGROUP"):
-                raise
-        self._recovered = False
-
-    def _shared_entries(
-        self, client: redis.Redis, rows: Iterable[Any], *, fresh: bool = False
-    ) -> list[Entry]:
-        entries, useless = [], []
-        for token, fields in rows:
-            entry = self._entry(TOK, token, fields) if fields else None
-            if entry is None:
-                useless.append(token)  # garbage, or deleted by who finished it
-                continue
-            if not fresh:
-                pending: Any = client.xpending_range(self._key(TOK), GROUP, token, token, 1)
-                entry.deliveries = pending[0]["times_delivered"] if pending else 1
-            entries.append(entry)
-        if useless:
-            self._forget_shared(client, useless)
-        return entries
-
-    def _forget_shared(self, client: redis.Redis, ids: Sequence[bytes]) -> None:
-        key = self._key(TOK)
-        pipe = client.pipeline(transaction=False)
-        pipe.xack(key, GROUP, *ids)
-        pipe.xdel(key, *ids)
-        for result in pipe.execute(raise_on_error=False):
-            # Without the group there is nothing to acknowledge, and deleting is enough.
-            if isinstance(result, Exception) and not str(result).startswith("NOGROUP"):
-                raise result
+    def _tok_entry(self, token: bytes, fields: dict[bytes, bytes]) -> Entry | None:
+        return self._entry(TOK, token, fields)
 
     def _entry(self, queue: str, token: bytes, fields: dict[bytes, bytes]) -> Entry | None:
         data = fields.get(b"m", b"")
@@ -348,9 +266,6 @@ class RedisBus(Bus):
     def _seconds(self, silences: int) -> int:
         return max(1, int(silences * self._silence))
 
-    def _milliseconds(self, silences: int) -> int:
-        return max(1, int(silences * self._silence * 1000))
-
     def _unreadable(self, what: str, error: ValueError) -> None:
         with self._lock:
             self.errors += 1
@@ -376,112 +291,8 @@ class RedisBus(Bus):
         return True
 
 
-class _PasswordFile(CredentialProvider):
-    """Reads the password at each connection, so that it can be changed while everything runs."""
-
-    def __init__(self, user: str | None, path: str) -> None:
-        self.user = user
-        self.path = path
-
-    def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        try:
-            with open(self.path, encoding="utf-8") as file:
-                password = file.read().strip()
-        except OSError as error:
-            raise redis.ConnectionError(f"--bus-password-file: {error}") from None
-        return (self.user, password) if self.user else (password,)
-
-
-def connection_arguments(
-    url: str, password_file: str | None, ca_file: str | None
-) -> dict[str, Any]:
-    """The arguments of a client for this URL; nothing is retried behind the caller's back.
-
-    Raises `UsageError` that names what is wrong with the URL.
-    """
-    try:
-        parsed = dict(parse_url(url))  # type: ignore[no-untyped-call]
-    except ValueError as error:
-        raise UsageError(f"--bus: {error}") from None
-    if "path" in parsed:
-        raise UsageError("--bus must be redis://... or rediss://..., not a Unix socket")
-    database = urlsplit(url).path.strip("/")
-    if database and not re.fullmatch(r"\d+", database, re.ASCII):  # the library takes it for 0
-        raise UsageError(
-            f"--bus: what follows the port in {shown_url(url)!r} must be the number of a database, "
-            "as in redis://HOST:PORT/0"
-        )
-    tls = parsed.pop("connection_class", None) is not None
-    arguments: dict[str, Any] = {
-        **parsed,
-        "protocol": 2,
-        "retry": Retry(NoBackoff(), 0),
-        "socket_connect_timeout": ANSWER_SECONDS,
-        "socket_keepalive": True,
-        "driver_info": None,  # no CLIENT SETINFO, which a user of few commands may not send
-    }
-    if tls:
-        arguments["ssl"] = True
-        if ca_file is not None:
-            arguments["ssl_ca_certs"] = ca_file
-    elif ca_file is not None:
-        raise UsageError("--bus-ca-file is for rediss://, which speaks TLS")
-    if password_file is not None:
-        if arguments.pop("password", None) is not None:
-            raise UsageError("give the password in --bus-password-file or in the URL, not in both")
-        arguments["credential_provider"] = _PasswordFile(
-            arguments.pop("username", None), password_file
-        )
-    return arguments
-
-
-def login(arguments: Mapping[str, Any]) -> str:
-    """Who a client with these arguments is to Redis, for messages, and how that can be changed."""
-    provider = arguments.get("credential_provider")
-    if isinstance(provider, _PasswordFile):
-        user, source = provider.user, f"with the password in --bus-password-file {provider.path!r}"
-    elif "password" in arguments:
-        user, source = arguments.get("username"), "with the password in --bus"
-    else:
-        user, source = arguments.get("username"), "without a password: give --bus-password-file"
-    return f"the user {user or 'default'!r} {source}"
-
-
-def _check_file(flag: str, path: str | None, content: str) -> None:
-    """Raises `UsageError` if the file of a flag cannot be read."""
-    if path is None:
-        return
-    try:
-        with open(path, "rb"):
-            pass
-    except OSError as error:
-        raise UsageError(
-            f"{flag} {path!r} cannot be read: {error.strerror or error}. It must be a file with "
-            f"{content}"
-        ) from None
-
-
-def wrong_type(error: object) -> bool:
-    """Whether Redis refused a command because of what its key holds."""
-    return isinstance(error, ResponseError) and "WRONGTYPE" in str(error)
-
-
-def log_foreign(key: str, wanted: str) -> None:
-    """Say whose fault it was that a key of ours had to be deleted."""
-    log.warning(
-        "deleted key=%s: it was not %s. Another program writes under this name: keep it away by an "
-        "ACL user of its own, or give this service another --service",
-        key, wanted,
-    )  # fmt: skip
-
-
 def _too_long(data: bytes) -> str:
     return f"it has {len(data)} bytes, more than {MAX_ENTRY_BYTES}"
-
-
-def _block(timeout: float) -> int | None:
-    """Milliseconds to block; None: not at all (0 would be for ever)."""
-    return max(1, int(timeout * 1000)) if timeout > 0 else None
 
 
 def _glob(text: str) -> str:

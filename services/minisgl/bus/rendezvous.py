@@ -15,15 +15,15 @@ import redis
 from redis.exceptions import ResponseError
 
 from minisgl.bus.base import BusError, ReplacedError
-from minisgl.bus.network import Network, Nic, loopback, this_host
-from minisgl.bus.outage import Outage
-from minisgl.bus.redis import (
+from minisgl.bus.connection import (
     ANSWER_SECONDS,
     connection_arguments,
     log_foreign,
     login,
     wrong_type,
 )
+from minisgl.bus.network import Network, Nic, loopback, this_host
+from minisgl.bus.outage import Outage
 from minisgl.config import StartError, UsageError, port_range
 from minisgl.messages import decode_state
 

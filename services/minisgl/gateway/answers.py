@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from minisgl.gateway.calls import Call
-from minisgl.gateway.requests import News
+from minisgl.gateway.request import News
 from minisgl.messages import FinishReason, SamplingParams, TokenLogprobs
 from minisgl.text import Tokenizer
 

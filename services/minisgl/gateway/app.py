@@ -18,7 +18,7 @@ from minisgl.gateway.answers import ChatWording, CompletionWording, Wording
 from minisgl.gateway.calls import Call
 from minisgl.gateway.edge import App, Edge
 from minisgl.gateway.errors import ApiError, bad_request, model_not_found
-from minisgl.gateway.requests import Prompt
+from minisgl.gateway.request import Prompt
 from minisgl.gateway.schema import (
     ChatRequest,
     CompletionRequest,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from minisgl.gateway.metrics import Metrics
-from minisgl.gateway.requests import News, Request
+from minisgl.gateway.request import News, Request
 
 
 class ClientLeft(Exception):

@@ -13,7 +13,8 @@ from minisgl.gateway.errors import ApiError, model_not_found
 from minisgl.gateway.fleet import Fleet
 from minisgl.gateway.link import Link
 from minisgl.gateway.metrics import Metrics
-from minisgl.gateway.requests import Limits, Prompt, Request, Requests
+from minisgl.gateway.request import Limits, Prompt, Request
+from minisgl.gateway.requests import Requests
 from minisgl.lifecycle import boot_clock
 from minisgl.messages import (
     AuditMsg,

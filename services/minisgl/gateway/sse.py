@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from minisgl.gateway.answers import Output, Wording
 from minisgl.gateway.calls import Call, ClientLeft
 from minisgl.gateway.errors import ApiError
-from minisgl.gateway.requests import News
+from minisgl.gateway.request import News
 
 log = logging.getLogger(__name__)
 

@@ -3,14 +3,15 @@
 import logging
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
 import redis
 
-from minisgl.bus import TOK, connect, detok_queue, reply_queue
+from minisgl.bus import TOK, connect, detok_queue, reply_queue, tok
 from minisgl.bus import redis as module
+from minisgl.bus.base import ReplacedError
 from minisgl.bus.redis import RedisBus
 from minisgl.bus.rendezvous import Meeting, Rendezvous
 from minisgl.config import UsageError
@@ -197,6 +198,23 @@ def test_a_state_in_the_name_of_another_worker_is_none(
     assert one.read_states() == [true] and one.errors == 1
 
 
+@pytest.mark.parametrize("role", ["gateway", "tokenizer", "detokenizer"])
+def test_of_two_processes_with_one_id_the_newer_has_the_place(
+    role: Literal["gateway", "tokenizer", "detokenizer"], server: RedisServer, admin: redis.Redis
+) -> None:
+    def state(boot: int, beat: int) -> WorkerState:
+        return WorkerState(role=role, id="x", boot=boot, beat=beat)
+
+    older, newer = bus(server), bus(server)
+    older.publish_state(state(1, beat=1))
+    newer.publish_state(state(2, beat=1))
+    with pytest.raises(ReplacedError, match=f"taken the place of {role} x"):
+        older.publish_state(state(1, beat=2))
+    older.close()
+    newer.publish_state(state(2, beat=2))
+    assert newer.read_states() == [state(2, beat=2)]
+
+
 def test_a_batch_too_long_for_an_entry_travels_in_several(
     server: RedisServer, admin: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,7 +233,7 @@ def test_a_batch_too_long_for_an_entry_travels_in_several(
 def test_a_reader_that_is_gone_leaves_no_name_behind_once_its_work_is_taken(
     server: RedisServer, admin: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "CONSUMERS_SECONDS", 0.01)
+    monkeypatch.setattr(tok, "CONSUMERS_SECONDS", 0.01)
     gone, writer = bus(server, TOK, worker="gone", silence=0.1), bus(server)
     writer.send(TOK, [message(1)])
     wait_until(lambda: bool(gone.receive(0.1)), 10, lambda: "nothing to take")
@@ -244,8 +262,8 @@ def test_a_reader_that_is_gone_leaves_no_name_behind_once_its_work_is_taken(
 def test_a_reader_with_work_in_hand_keeps_its_name(
     server: RedisServer, admin: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "CONSUMERS_SECONDS", 0.01)
-    monkeypatch.setattr(module, "CLAIM_SECONDS", 1000.0)  # nobody takes it over
+    monkeypatch.setattr(tok, "CONSUMERS_SECONDS", 0.01)
+    monkeypatch.setattr(tok, "CLAIM_SECONDS", 1000.0)  # nobody takes it over
     busy, writer = bus(server, TOK, worker="busy", silence=0.01), bus(server)
     other = bus(server, TOK, worker="other", silence=0.01)
     writer.send(TOK, [message(1)])
@@ -263,7 +281,7 @@ def test_a_reader_with_work_in_hand_keeps_its_name(
 def test_nothing_that_the_documented_user_may_not_do_is_tried(
     server: RedisServer, admin: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "CONSUMERS_SECONDS", 0.01)
+    monkeypatch.setattr(tok, "CONSUMERS_SECONDS", 0.01)
     dead = bus(server, TOK, worker="dead", silence=0.01)
     dead.receive(0)
     dead.receive(0)

@@ -9,14 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl.gateway.fleet import Fleet
-from minisgl.gateway.requests import (
-    SILENCE_PAUSE_SECONDS,
-    Limits,
-    News,
-    Prompt,
-    Request,
-    Requests,
-)
+from minisgl.gateway.request import Limits, News, Prompt, Request
+from minisgl.gateway.requests import SILENCE_PAUSE_SECONDS, Requests
 from minisgl.messages import (
     AbortMsg,
     AuditMsg,

@@ -15,7 +15,8 @@ from minisgl.detokenizer.worker import DetokenizerCore
 from minisgl.engine.step import StepInput, StepOutput
 from minisgl.gateway.fleet import Fleet
 from minisgl.gateway.link import BUS_SILENCE_SECONDS
-from minisgl.gateway.requests import Limits, Requests
+from minisgl.gateway.request import Limits
+from minisgl.gateway.requests import Requests
 from minisgl.messages import (
     AuditMsg,
     GroupLoad,

@@ -12,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from minisgl.bus.base import TOK
 from minisgl.detokenizer.stream import TextStream
 from minisgl.detokenizer.worker import DetokenizerCore
-from minisgl.gateway.requests import News, Prompt, Request
+from minisgl.gateway.request import News, Prompt, Request
 from minisgl.messages import FinishReason, SamplingParams, WorkerState, pack_ids
 from minisgl.scheduler import integrity
 from minisgl.text import Tokenizer
