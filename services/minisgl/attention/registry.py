@@ -1,15 +1,15 @@
-"""The attention backends, one line an entry."""
+"""The attention backends, one line an entry, and the choice among them."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 
-from minisgl.attention.base import AttentionBackend, ForwardBatch
+from minisgl.attention.base import AttentionBackend, AttentionContext, ForwardBatch
 from minisgl.attention.torch_backend import TorchBackend
 from minisgl.config import UsageError
 from minisgl.kvcache.pool import KVPool
 
-BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
+BACKENDS: dict[str, type[AttentionBackend]] = {
     "torch": TorchBackend,
 }
 """Each by its name in `--attention-backend`."""
@@ -21,8 +21,12 @@ ANNOUNCED = ("cpu", "fi", "fa", "trtllm")
 class HybridBackend(AttentionBackend):
     """One backend for steps that only decode, another one for all other steps."""
 
-    def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
+    def __init__(
+        self, ctx: AttentionContext, prefill: AttentionBackend, decode: AttentionBackend
+    ) -> None:
+        super().__init__(ctx)
         self._prefill, self._decode = prefill, decode
+        self.captures = decode.captures  # type: ignore[misc]  # that of a pair is its second one's
 
     def prepare_metadata(self, batch: ForwardBatch) -> None:
         self._of(batch).prepare_metadata(batch)
@@ -32,18 +36,31 @@ class HybridBackend(AttentionBackend):
     ) -> torch.Tensor:
         return self._of(batch).forward(q, layer, pool, batch)
 
+    def init_capture(self, max_bs: int) -> None:
+        self._decode.init_capture(max_bs)
+
+    def capture_metadata(self, batch: ForwardBatch) -> None:
+        self._decode.capture_metadata(batch)
+
+    def replay_metadata(self, batch: ForwardBatch) -> None:
+        self._decode.replay_metadata(batch)
+
     def _of(self, batch: ForwardBatch) -> AttentionBackend:
         return self._decode if batch.is_decode else self._prefill
 
 
-def make_backend(name: str, device: torch.device) -> AttentionBackend:
-    """The backend `name`, or a pair PREFILL,DECODE, or `auto` for what suits the device.
+def device_capability(device: torch.device) -> tuple[int, int] | None:
+    """Compute capability of a CUDA device, None for others."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
-    `UsageError` lists the choices.
+
+def backend_names(name: str, capability: tuple[int, int] | None) -> tuple[str, ...]:
+    """What `--attention-backend` names on this device: one backend, or those of prefill and decode.
+
+    `auto` becomes what suits the device. `UsageError` lists the choices, or says what of it this
+    device cannot do.
     """
-    if name == "auto":
-        name = "torch"
-    names = name.split(",")
+    names = tuple((_auto(capability) if name == "auto" else name).split(","))
     if len(names) > 2:
         raise UsageError(
             f"--attention-backend takes one name or a pair PREFILL,DECODE, not {name!r}"
@@ -55,6 +72,39 @@ def make_backend(name: str, device: torch.device) -> AttentionBackend:
                 f"--attention-backend {part!r} is not {'available here' if known else 'known'}; "
                 f"choices: auto, {', '.join(BACKENDS)}, or a pair PREFILL,DECODE of them"
             )
-    if len(names) == 1:
-        return BACKENDS[name]()
-    return HybridBackend(BACKENDS[names[0]](), BACKENDS[names[1]]())
+    BACKENDS[names[0]].check(capability, prefill=True, decode=len(names) == 1)
+    if len(names) == 2:
+        BACKENDS[names[1]].check(capability, prefill=False, decode=True)
+    return names
+
+
+def choose_page_size(names: Sequence[str], requested: int | None) -> int:
+    """`--page-size` if all of these backends can read it; without one, what the last one wants.
+
+    `UsageError` lists what they can read.
+    """
+    backends = [BACKENDS[name] for name in names]
+    limited = [set(b.page_sizes) for b in backends if b.page_sizes]
+    common = sorted(set.intersection(*limited)) if limited else []
+    choices = ", ".join(map(str, common))
+    if limited and not common:
+        raise UsageError(f"--attention-backend {','.join(names)}: no page size suits both")
+    if requested is None:
+        default = backends[-1].default_page_size
+        return default if not limited or default in common else common[-1]
+    if limited and requested not in common:
+        raise UsageError(
+            f"--page-size {requested} does not suit --attention-backend {','.join(names)}; "
+            f"choices: {choices}"
+        )
+    return requested
+
+
+def make_backend(names: Sequence[str], ctx: AttentionContext) -> AttentionBackend:
+    """The backend, or the pair, that `backend_names` gave."""
+    backends = [BACKENDS[name](ctx) for name in names]
+    return backends[0] if len(backends) == 1 else HybridBackend(ctx, backends[0], backends[1])
+
+
+def _auto(capability: tuple[int, int] | None) -> str:
+    return "torch"

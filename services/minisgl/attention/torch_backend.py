@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from minisgl.attention.base import AttentionBackend, ForwardBatch
+from minisgl.attention.base import AttentionBackend, AttentionContext, ForwardBatch
 from minisgl.kvcache.pool import KVPool
 
 QUERY_BLOCK = 256
@@ -51,6 +51,11 @@ class TorchBackend(AttentionBackend):
     Decoding requests of similar length go into one call with a mask; a request with more new
     tokens has calls of its own.
     """
+
+    def __init__(self, ctx: AttentionContext | None = None) -> None:
+        """All that it needs to know is in the batch and the pool."""
+        if ctx is not None:
+            super().__init__(ctx)
 
     def prepare_metadata(self, batch: ForwardBatch) -> None:
         lens = batch.device_lens

@@ -13,8 +13,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from minisgl.attention.base import ForwardBatch
-from minisgl.attention.registry import make_backend
+from minisgl.attention.base import AttentionContext, ForwardBatch
+from minisgl.attention.registry import (
+    backend_names,
+    choose_page_size,
+    device_capability,
+    make_backend,
+)
 from minisgl.config import EngineConfig, StartError, UsageError
 from minisgl.distributed import Communicator
 from minisgl.engine.fake import Ready
@@ -48,7 +53,9 @@ class Engine(StepEngine):
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
         self.max_seq_len = _max_seq_len(config, model)
-        self.page_size = config.page_size or 1
+        capability = device_capability(self._device)
+        backends = backend_names(config.attention_backend, capability)
+        self.page_size = choose_page_size(backends, config.page_size)
         dtype = _dtype(config.dtype, model)
         if config.quantization != "none":
             raise UsageError(f"--quantization {config.quantization} is not available yet")
@@ -59,13 +66,27 @@ class Engine(StepEngine):
         # Whoever sets the variable knows of other processes, such as another group's ranks.
         if self._device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, usable_cpus() // sharing[comm.rank]))
-        self._attention = make_backend(config.attention_backend, self._device)
+        heads = head_shard(model.num_heads, model.num_kv_heads, comm.rank, comm.size)
+        kv_heads = heads.kv.local
+        self._attention = make_backend(
+            backends,
+            AttentionContext(
+                device=self._device,
+                dtype=dtype,
+                num_qo_heads=heads.q.local,
+                num_kv_heads=kv_heads,
+                head_dim=model.head_dim,
+                page_size=self.page_size,
+                max_running=config.max_running_requests,
+                max_seq_len=self.max_seq_len,
+                capability=capability,
+            ),
+        )
         self._model = CausalLM(model, dtype, comm, self._device)
         if config.load_format == "dummy":
             dummy_weights(self._model, self._device, config.seed)
         else:
             load_weights(self._model, folder, self._device, progress)
-        kv_heads = head_shard(model.num_heads, model.num_kv_heads, comm.rank, comm.size).kv.local
         weights = comm.gather_ints([_weight_bytes(self._model)])
         self.num_pages = config.num_pages or plan_pages(
             free_before=free_before,

@@ -3,17 +3,28 @@
 import pytest
 import torch
 
-from minisgl.attention.registry import HybridBackend, make_backend
+from minisgl.attention.base import AttentionContext
+from minisgl.attention.registry import (
+    HybridBackend,
+    backend_names,
+    choose_page_size,
+    make_backend,
+)
 from minisgl.attention.torch_backend import TorchBackend
 from minisgl.config import UsageError
 
-CPU = torch.device("cpu")
+CPU = AttentionContext(
+    device=torch.device("cpu"), dtype=torch.float32, num_qo_heads=4, num_kv_heads=2, head_dim=64,
+    page_size=1, max_running=4, max_seq_len=128,
+)  # fmt: skip
 
 
-def test_a_cpu_gets_the_torch_backend() -> None:
-    assert isinstance(make_backend("auto", CPU), TorchBackend)
-    assert isinstance(make_backend("torch", CPU), TorchBackend)
-    assert isinstance(make_backend("torch,torch", CPU), HybridBackend)
+def test_a_cpu_gets_the_torch_backend_with_single_slots() -> None:
+    assert backend_names("auto", None) == ("torch",)
+    assert choose_page_size(("torch",), None) == 1
+    assert choose_page_size(("torch",), 24) == 24
+    assert isinstance(make_backend(("torch",), CPU), TorchBackend)
+    assert isinstance(make_backend(backend_names("torch,torch", None), CPU), HybridBackend)
 
 
 @pytest.mark.parametrize(
@@ -30,4 +41,4 @@ def test_a_cpu_gets_the_torch_backend() -> None:
 )
 def test_a_name_that_cannot_be_used_is_answered_with_the_choices(name: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        make_backend(name, CPU)
+        backend_names(name, None)
