@@ -31,6 +31,18 @@ class Communicator(ABC):
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensors [..., n] of all ranks side by side: [..., size * n]."""
 
+    def sum_buffer(self, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Memory [rows, width] whose `all_reduce` is the fastest, to compute into; None: any is.
+
+        What is in it holds until the next call.
+        """
+        return None
+
+    def check(self) -> None:
+        """Raises `PeerError` if a peer is known to be lost. Costs nothing; call it after a wait for
+        the device, whose collectives may have been aborted."""
+        return
+
     @abstractmethod
     def barrier(self) -> None:
         """Wait on the host until every rank is here."""

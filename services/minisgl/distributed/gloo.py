@@ -41,22 +41,27 @@ class GlooCommunicator(Communicator):
         """
         self.rank, self.size = rank, size
         self.transport = f"gloo/{host}" if host else "gloo"
-        self._timeout = timedelta(seconds=timeout)
+        self._timeout, self._address = timedelta(seconds=timeout), host
         try:
             self._store = _store(init_method, rank, size, self._timeout, listener)
-            options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._timeout = self._timeout
-            options._devices = [
-                c10d.ProcessGroupGloo.create_device(hostname=host)
-                if host
-                else c10d.ProcessGroupGloo.create_default_device()
-            ]
-            self._group: Any = c10d.ProcessGroupGloo(self._store, rank, size, options)
-            self.barrier()
+            self._join(self._store)
         except (RuntimeError, ValueError) as error:
             raise StartError(
                 f"rank {rank} of {size} could not meet its peers at {init_method}: {_cause(error)}"
             ) from None
+
+    def twin(self, name: str) -> "GlooCommunicator":
+        """Another group of the same ranks, for another thread. All ranks call it."""
+        twin = object.__new__(GlooCommunicator)
+        twin.rank, twin.size, twin.transport = self.rank, self.size, self.transport
+        twin._timeout, twin._address = self._timeout, self._address
+        twin._store = self.store(name)
+        twin._join(twin._store)
+        return twin
+
+    def store(self, name: str) -> Any:
+        """The store at which the ranks met, with keys that belong to `name` alone."""
+        return c10d.PrefixStore(name, self._store)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         self._wait(lambda: self._group.allreduce([tensor]))
@@ -82,6 +87,17 @@ class GlooCommunicator(Communicator):
     def close(self) -> None:
         self._group = None
         self._store = None
+
+    def _join(self, store: Any) -> None:
+        options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = self._timeout
+        options._devices = [
+            c10d.ProcessGroupGloo.create_device(hostname=self._address)
+            if self._address
+            else c10d.ProcessGroupGloo.create_default_device()
+        ]
+        self._group: Any = c10d.ProcessGroupGloo(store, self.rank, self.size, options)
+        self.barrier()
 
     def _wait(self, start: Callable[[], Any]) -> None:
         if self._group is None:

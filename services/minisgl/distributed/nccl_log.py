@@ -3,13 +3,66 @@
 The log has it at NCCL_DEBUG=INFO, with INIT among the subsystems, once the ranks have talked.
 """
 
+import contextlib
+import os
 import re
+import sys
 from collections.abc import Collection
+from typing import Self
+
+from minisgl_kernels.build import KernelUnavailable
 
 _CHANNEL = re.compile(
     r"NCCL INFO Channel [\d/]+ : (\d+)\[\w+\] -> (\d+)\[\w+\]"
     r"(?: \[(?:send|receive)\])? via (\S[^\n]*)"
 )
+
+_SETTINGS = ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE")
+
+
+class NcclLog:
+    """While this is entered, NCCL writes its log to memory; `text` has it afterwards.
+
+    NCCL reads its settings at its first call in a process, so that must fall into this. Then they
+    are again what the user has set, and what the user would have seen goes to stderr.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def __enter__(self) -> Self:
+        self._before = {name: os.environ.get(name) for name in _SETTINGS}
+        self._fd = os.memfd_create("nccl-log")  # no file: a pod may have no place to write to
+        subsystems = self._before["NCCL_DEBUG_SUBSYS"]
+        os.environ["NCCL_DEBUG"] = "INFO"
+        os.environ["NCCL_DEBUG_FILE"] = f"/proc/self/fd/{self._fd}"
+        if subsystems is not None and not subsystems.startswith("^"):
+            os.environ["NCCL_DEBUG_SUBSYS"] = f"{subsystems},INIT"
+        _read_again()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        _read_again()
+        self.text = _whole(self._fd)
+        os.close(self._fd)
+        if (self._before["NCCL_DEBUG"] or "").upper() in ("INFO", "TRACE"):
+            sys.stderr.write(self.text)
+
+
+def _read_again() -> None:
+    from minisgl_kernels.pynccl import nccl_library
+
+    with contextlib.suppress(KernelUnavailable):
+        nccl_library().read_settings_again()
+
+
+def _whole(fd: int) -> str:
+    return os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
 
 
 def nccl_transport(log: str, rank: int, here: Collection[int]) -> str:

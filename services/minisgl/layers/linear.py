@@ -73,7 +73,13 @@ class RowParallelLinear(Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x is [T, local inputs]; the result [T, outputs] is whole on every rank."""
         bias = self.bias if self._comm.rank == 0 else None  # once in the sum
-        out = F.linear(x, self.weight, bias)
+        out = self._comm.sum_buffer(x.shape[0], self._outputs, x.dtype)
+        if out is None:
+            out = F.linear(x, self.weight, bias)
+        elif bias is None:
+            torch.mm(x, self.weight.t(), out=out)
+        else:
+            torch.addmm(bias, x, self.weight.t(), out=out)
         self._comm.all_reduce(out)
         return out
 

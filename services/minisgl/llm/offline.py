@@ -37,7 +37,7 @@ from minisgl.messages import (
 )
 from minisgl.rundir import RunDirectory
 from minisgl.scheduler.feed import Feed, make_feed
-from minisgl.scheduler.group import PATIENCE_SECONDS, LocalMembers
+from minisgl.scheduler.group import PATIENCE_SECONDS, LocalMembers, device_group
 from minisgl.scheduler.main import make_engine
 from minisgl.scheduler.rank import apply
 from minisgl.scheduler.request import PendingReq
@@ -160,6 +160,8 @@ class LLM:
         comm, place = self._while_ranks_live(
             lambda: LocalMembers(directory.path, GROUP, 0, size).meet(0)
         )
+        self._closers.callback(comm.close)
+        comm = self._while_ranks_live(lambda: device_group(self.config, comm))
         self._closers.callback(comm.close)
         engine = make_engine(self.config, comm, progress=False)
         comm.broadcast_int(0)  # the incarnation, which a group without services does not need

@@ -7,7 +7,7 @@ cluster they meet through Redis and watch each other: `cluster.py`.
 from abc import ABC, abstractmethod
 from pathlib import Path
 
-from minisgl.config import UsageError
+from minisgl.config import EngineConfig, StartError, UsageError
 from minisgl.distributed import Communicator, SingleRank
 from minisgl.scheduler.feed import FeedPlace
 
@@ -59,3 +59,28 @@ def check_rank(rank: int, size: int) -> None:
     """Raises `UsageError` for a rank that the group does not have."""
     if not 0 <= rank < size:
         raise UsageError(f"--tp-rank must be between 0 and {size - 1}, not {rank}")
+
+
+def device_group(config: EngineConfig, comm: Communicator) -> Communicator:
+    """The ranks of `comm`, whose tensors go through NCCL if the engine computes on GPUs.
+
+    All ranks call it. Raises `StartError`.
+    """
+    if comm.size == 1 or config.fake_engine:
+        return comm
+    from minisgl.distributed.device import select_device
+    from minisgl.distributed.gloo import GlooCommunicator
+
+    device = select_device(config.device, comm.rank)
+    kinds = [row[0] for row in comm.gather_ints([int(device.type == "cuda")])]
+    if len(set(kinds)) > 1:
+        raise StartError(
+            f"rank {kinds.index(1)} has a GPU, but rank {kinds.index(0)} has none: make GPUs "
+            "visible to all of them, or use --device cpu"
+        )
+    if device.type != "cuda" or not isinstance(comm, GlooCommunicator):
+        return comm
+    from minisgl.distributed.nccl import NcclCommunicator
+    from minisgl.engine.host import host_id
+
+    return NcclCommunicator(comm, device, pynccl=config.pynccl, node=host_id())

@@ -18,7 +18,7 @@ from minisgl.health import Health
 from minisgl.hub import resolve_model
 from minisgl.messages import GroupLoad, WorkerState
 from minisgl.scheduler.feed import make_feed
-from minisgl.scheduler.group import PATIENCE_SECONDS, LocalMembers, Members
+from minisgl.scheduler.group import PATIENCE_SECONDS, LocalMembers, Members, device_group
 from minisgl.scheduler.output import NullSink
 from minisgl.scheduler.rank import Rank
 from minisgl.scheduler.replies import ReplySink
@@ -82,6 +82,7 @@ def run_engine(
             bus.start(receives=first)
         bus.publish_state(state(None))
         comm, place = members.meet(incarnation)
+        comm = device_group(config.engine, comm)
         engine = make_engine(config.engine, comm)
         incarnation = comm.broadcast_int(incarnation)
         rows = config.engine.max_running_requests + 1

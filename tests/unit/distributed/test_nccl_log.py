@@ -1,8 +1,10 @@
 """What NCCL's log says of the ways between ranks."""
 
+import os
+
 import pytest
 
-from minisgl.distributed.nccl_log import nccl_transport
+from minisgl.distributed.nccl_log import NcclLog, nccl_transport
 
 LOG = """\
 n1:981:981 [0] NCCL INFO NCCL version 2.28.9+cuda13.0
@@ -34,3 +36,26 @@ def test_a_rank_is_told_its_own_connections(rank: int, here: list[int], told: st
 
 def test_a_log_without_connections_tells_nothing() -> None:
     assert nccl_transport("n1:981:981 [0] NCCL INFO NCCL version 2.28.9\n", 0, [1]) == ""
+
+
+def test_a_log_is_caught_and_the_users_settings_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_DEBUG", raising=False)
+    monkeypatch.setenv("NCCL_DEBUG_SUBSYS", "NET")
+    with NcclLog() as log:
+        assert os.environ["NCCL_DEBUG"] == "INFO"
+        assert os.environ["NCCL_DEBUG_SUBSYS"] == "NET,INIT"
+        with open(os.environ["NCCL_DEBUG_FILE"], "w") as file:  # as NCCL does
+            file.write(LOG)
+    assert log.text == LOG
+    assert "NCCL_DEBUG" not in os.environ and "NCCL_DEBUG_FILE" not in os.environ
+    assert os.environ["NCCL_DEBUG_SUBSYS"] == "NET"
+
+
+def test_a_user_who_asked_for_the_log_sees_it(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "info")
+    with NcclLog(), open(os.environ["NCCL_DEBUG_FILE"], "w") as file:
+        file.write(LOG)
+    assert capfd.readouterr().err == LOG
+    assert os.environ["NCCL_DEBUG"] == "info"
