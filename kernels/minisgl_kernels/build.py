@@ -3,6 +3,8 @@
     mod = extension("radix_compare")                            # a Python module: needs Python.h
     lib = library("cpu_gemm", ["-O3", "-march=native"])         # a ctypes library: needs nothing
 
+CUDA sources are compiled by `cuda_build`, which keeps them in the same cache in the same way.
+
 A result is one file, `<cache>/<key>/<name>.so`. The key is a hash of everything that decides what
 the compiler makes: the source and every header beside it, the flags, the compiler's version, the
 CPU and Python's ABI. So nothing is ever stale and nothing needs to be cleaned before an upgrade.
@@ -99,13 +101,27 @@ def compiler() -> tuple[str, ...]:
 
 
 def _load(source: Path, flags: tuple[str, ...], load: Callable[[Path], T]) -> T:
-    """The loaded result of `source`; a kept file that does not load is compiled once more."""
-    if env_switch(DISABLE_ENV):
-        raise KernelUnavailable(f"kernels are switched off by {DISABLE_ENV}=1")
+    refuse_if_disabled()
     cxx = compiler()
     command = (*cxx, "-std=c++17", "-fPIC", "-shared", *flags)
+    return load_built(source, command, version(cxx), load)
+
+
+def refuse_if_disabled() -> None:
+    """Raise `KernelUnavailable` where kernels are switched off."""
+    if env_switch(DISABLE_ENV):
+        raise KernelUnavailable(f"kernels are switched off by {DISABLE_ENV}=1")
+
+
+def load_built(
+    source: Path, command: tuple[str, ...], versions: str, load: Callable[[Path], T]
+) -> T:
+    """The loaded result of `command` on `source`; a kept file that does not load is made again.
+
+    `versions` names the compiler and whatever else the result depends on.
+    """
     try:
-        key = _key(source, command, _version(cxx))
+        key = _key(source, command, versions)
     except OSError as error:
         raise KernelUnavailable(f"cannot read {source}: {error.strerror}") from error
     root = _cache_root()
@@ -167,11 +183,12 @@ def _compile(command: tuple[str, ...], name: str) -> None:
         raise KernelUnavailable(f"{command[0]} cannot compile {name}: {first.strip()}")
 
 
-def _key(source: Path, command: tuple[str, ...], version: str) -> str:
+def _key(source: Path, command: tuple[str, ...], versions: str) -> str:
     digest = hashlib.sha256()
-    files = [source, *sorted(source.parent.glob("*.h"))]
+    headers = ("*.h", "*.cuh") if source.suffix == ".cu" else ("*.h",)
+    files = [source, *sorted(file for header in headers for file in source.parent.glob(header))]
     for part in (
-        version, *command, *_cpu(), str(sysconfig.get_config_var("SOABI")),
+        versions, *command, *_cpu(), str(sysconfig.get_config_var("SOABI")),
         *(text for file in files for text in (file.name, file.read_text("utf-8"))),
     ):  # fmt: skip
         digest.update(part.encode() + b"\0")
@@ -179,7 +196,8 @@ def _key(source: Path, command: tuple[str, ...], version: str) -> str:
 
 
 @functools.cache
-def _version(cxx: tuple[str, ...]) -> str:
+def version(cxx: tuple[str, ...]) -> str:
+    """What a compiler says of itself. Raises `KernelUnavailable` if it does not run."""
     try:
         done = subprocess.run((*cxx, "--version"), capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -32,7 +32,7 @@ def compare(request):
 def fresh(monkeypatch, tmp_path):
     """A cache of its own and no memory of earlier builds."""
     monkeypatch.setenv(build.CACHE_ENV, str(tmp_path / "cache"))
-    for cached in (compare_function, build._temporary_root, build._version):
+    for cached in (compare_function, build._temporary_root, build.version):
         cached.cache_clear()
     yield tmp_path / "cache"
     compare_function.cache_clear()

@@ -1,0 +1,311 @@
+// The next token of each row of logits: the largest logit, or the largest logit plus Gumbel noise.
+//
+// What is drawn is defined in minisgl/engine/philox.py, to the bit; compile with -fmad=false. A
+// cluster of blocks takes one row and reads it once: each block keeps its share in shared memory,
+// the cluster agrees on the largest logit, then each block looks for its best token. A bound in
+// float32 of each token's score rules out all but a few; only these get the two binary64
+// logarithms. No sort, no scratch memory, one launch.
+#include <cooperative_groups.h>
+
+#include "common.cuh"
+#include "noise.h"
+
+using namespace minisgl;
+namespace cg = cooperative_groups;
+
+namespace {
+
+using T = ELEMENT;
+
+// Macro: ELEMENT, the type of the logits.
+constexpr int kCluster = 8;
+constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / 32;
+constexpr int kTokens = 8;  // a thread takes at a time: two Philox blocks
+constexpr float kInfinity = __builtin_huge_valf();
+using Access = Vec<T, kTokens>;
+
+struct Params {
+  const T* logits;
+  int64_t stride;
+  int vocab, share;  // share: tokens of a block, a multiple of kTokens
+  bool aligned, wide_positions, wide_index;
+  const float* temperature;
+  const int64_t* seeds;
+  const void* positions;
+  const uint8_t* greedy;
+  const float* least;    // may be null, and last with it: no filters
+  const int64_t* last;
+  int* tokens;
+  int* token_pool;       // may be null, and output_index with it
+  const void* output_index;
+};
+
+// Numbers in the order of floats, NaN above all; and back. A zero's sign is dropped first.
+__device__ uint32_t ordered(float x) {
+  if (x != x) return 0xffffffffu;
+  const uint32_t bits = __float_as_uint(x + 0.0f);
+  return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
+}
+
+__device__ float unordered(uint32_t o) {
+  return __uint_as_float(o >> 31 ? o ^ 0x80000000u : ~o);
+}
+
+__device__ float max_or_nan(float a, float b) {
+  float m;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(m) : "f"(a), "f"(b));
+  return m;
+}
+
+// The larger value, and of equal values the lower id, which stands inverted in the low half.
+__device__ uint64_t warp_best(uint64_t key) {
+  const uint32_t high = static_cast<uint32_t>(key >> 32);
+  const uint32_t most = __reduce_max_sync(kAll, high);
+  const uint32_t low = __reduce_max_sync(kAll, high == most ? static_cast<uint32_t>(key) : 0u);
+  return uint64_t{most} << 32 | low;
+}
+
+struct Best {
+  double score;
+  int token;  // -1: none yet
+
+  __device__ void take(double other, int id) {
+    if (id >= 0 && (token < 0 || other > score || (other == score && id < token))) {
+      score = other, token = id;
+    }
+  }
+};
+
+__device__ Best warp_best(Best best) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    const double score = __shfl_xor_sync(kAll, best.score, step);
+    best.take(score, __shfl_xor_sync(kAll, best.token, step));
+  }
+  return best;
+}
+
+__device__ int64_t entry(const void* column, bool wide, int i) {
+  return wide ? static_cast<const int64_t*>(column)[i] : static_cast<const int32_t*>(column)[i];
+}
+
+__device__ void finish(const Params& p, int row, int token) {
+  p.tokens[row] = token;
+  if (p.token_pool) p.token_pool[entry(p.output_index, p.wide_index, row)] = token;
+}
+
+// This block's share of the row to shared memory; the key of its largest logit, for this thread.
+__device__ uint64_t read_share(const Params& p, const T* from, int begin, int count, Access* share) {
+  float most = -kInfinity;
+  int at = -1;
+#pragma unroll 4
+  for (int i = threadIdx.x * kTokens; i < count; i += kThreads * kTokens) {
+    Access x;
+    if (p.aligned && i + kTokens <= count) {
+      x = Access::load(from + i);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kTokens; ++j) {
+        x.of[j] = i + j < count ? from[i + j] : from_float<T>(-kInfinity);
+      }
+    }
+    share[i / kTokens] = x;
+    float m = to_float(x.of[0]);
+#pragma unroll
+    for (int j = 1; j < kTokens; ++j) m = max_or_nan(m, to_float(x.of[j]));
+    if (at < 0 || (!(m <= most) && most == most)) most = m, at = i;
+  }
+  if (at < 0) return 0;
+  const Access x = share[at / kTokens];
+  int id = begin + at;
+#pragma unroll
+  for (int j = kTokens - 1; j >= 0; --j) {
+    const float f = to_float(x.of[j]);
+    if (f == most || f != f) id = begin + at + j;
+  }
+  return uint64_t{ordered(most)} << 32 | ~static_cast<uint32_t>(id);
+}
+
+// One row's constants in the search.
+struct Draw {
+  float largest, temperature;
+  float slope;  // a little under 1 / temperature: (x - largest) slope is never less than y
+  float least;
+  int64_t last;
+  uint32_t position, k0, k1;
+};
+
+// The exact scores of a warp's candidates; `mask` has a bit for each of a lane's tokens whose bound
+// reaches the threshold. Each round every lane takes its most promising token.
+__device__ void settle(const Draw& d, uint32_t mask, const float (&bound)[kTokens],
+                       const float (&below)[kTokens], const Words (&words)[2], int first,
+                       uint32_t* threshold, Best* best) {
+  uint32_t reached = ordered(-kInfinity);
+  while (__any_sync(kAll, mask != 0)) {
+    float top = -kInfinity, distance = 0.0f;
+    uint32_t word = 0;
+    int pick = -1;
+#pragma unroll
+    for (int j = 0; j < kTokens; ++j) {
+      if ((mask >> j & 1) && (pick < 0 || bound[j] > top)) {
+        top = bound[j], distance = below[j], word = words[j / 4].of[j % 4], pick = j;
+      }
+    }
+    uint32_t score_floor = ordered(-kInfinity);
+    if (pick >= 0) {
+      mask &= ~(1u << pick);
+      const float y = __fdiv_rn(distance, d.temperature);
+      if (y > d.least || (y == d.least && first + pick <= d.last)) {
+        const double score = static_cast<double>(y) + gumbel(word);
+        best->take(score, first + pick);
+        score_floor = ordered(__double2float_rd(score));
+      }
+    }
+    const uint32_t most = __reduce_max_sync(kAll, score_floor);
+    if (most > reached) {
+      reached = most;
+      if (threadIdx.x % 32 == 0) atomicMax(threshold, most);
+      const float needed = unordered(most);
+#pragma unroll
+      for (int j = 0; j < kTokens; ++j) {
+        if (bound[j] < needed) mask &= ~(1u << j);
+      }
+    }
+  }
+}
+
+__device__ Best search(const Draw& d, const Access* share, int begin, int count,
+                       uint32_t* threshold) {
+  Best best{-static_cast<double>(kInfinity), -1};
+  // All lanes of a warp stay in the loop together, for the votes.
+  for (int base = threadIdx.x / 32 * 32 * kTokens; base < count; base += kThreads * kTokens) {
+    const int i = base + threadIdx.x % 32 * kTokens;
+    float below[kTokens], nearest = -kInfinity;
+    if (i < count) {
+      const Access x = share[i / kTokens];
+#pragma unroll
+      for (int j = 0; j < kTokens; ++j) below[j] = __fsub_rn(to_float(x.of[j]), d.largest);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kTokens; ++j) below[j] = -kInfinity;
+    }
+#pragma unroll
+    for (int j = 0; j < kTokens; ++j) nearest = fmaxf(nearest, below[j]);
+    const float needed = unordered(*static_cast<volatile uint32_t*>(threshold));
+    // No words are needed where even the largest noise would lose.
+    if (!__any_sync(kAll, fmaf(nearest, d.slope, kMaxNoise) >= needed)) continue;
+    const uint32_t block = static_cast<uint32_t>(begin + i) / 4;
+    const Words words[2] = {philox(block, d.position, d.k0, d.k1),
+                            philox(block + 1, d.position, d.k0, d.k1)};
+    float bound[kTokens];
+    uint32_t mask = 0;
+#pragma unroll
+    for (int j = 0; j < kTokens; ++j) {
+      bound[j] = fmaf(below[j], d.slope, noise_bound(words[j / 4].of[j % 4]));
+      if (bound[j] >= needed && below[j] * d.slope >= d.least) mask |= 1u << j;
+    }
+    // Tokens after the end are -inf, and may pass as long as nothing was found.
+    if (i + kTokens > count) mask &= (1u << max(count - i, 0)) - 1;
+    if (__any_sync(kAll, mask != 0)) {
+      settle(d, mask, bound, below, words, begin + i, threshold, &best);
+    }
+  }
+  return best;
+}
+
+__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 2)
+    sample(const __grid_constant__ Params p) {
+  extern __shared__ uint4 dynamic[];
+  __shared__ uint64_t warp_keys[kWarps], block_keys[kCluster];
+  __shared__ Best warp_bests[kWarps], block_bests[kCluster];
+  __shared__ uint32_t threshold;
+  auto* share = reinterpret_cast<Access*>(dynamic);
+  const cg::cluster_group cluster = cg::this_cluster();
+  const int rank = static_cast<int>(cluster.block_rank()), row = blockIdx.x / kCluster;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int begin = rank * p.share, count = max(min(p.vocab - begin, p.share), 0);
+  // Another block's shared memory may be written once that block has started.
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  if (threadIdx.x == 0) threshold = ordered(-kInfinity);
+  wait_for_previous();
+  launch_next();
+
+  uint64_t key = read_share(p, p.logits + row * p.stride + begin, begin, count, share);
+  key = warp_best(key);
+  if (lane == 0) warp_keys[warp] = key;
+  __syncthreads();
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+  if (warp == 0) {
+    key = warp_best(lane < kWarps ? warp_keys[lane] : 0);
+    if (lane < kCluster) *cluster.map_shared_rank(block_keys + rank, lane) = key;
+  }
+  cluster.sync();
+#pragma unroll
+  for (int i = 0; i < kCluster; ++i) key = i == 0 || block_keys[i] > key ? block_keys[i] : key;
+  const int most_likely = static_cast<int>(~static_cast<uint32_t>(key));
+  const uint32_t high = static_cast<uint32_t>(key >> 32);
+  const bool finite = high > ordered(-kInfinity) && high < ordered(kInfinity);
+  if (p.greedy[row] || !finite) {  // alike in all blocks of the cluster
+    if (rank == 0 && threadIdx.x == 0) finish(p, row, most_likely);
+    return;
+  }
+
+  const uint64_t seed = static_cast<uint64_t>(p.seeds[row]);
+  Draw d;
+  d.largest = unordered(high);
+  d.temperature = p.temperature[row];
+  d.slope = __frcp_rd(d.temperature) * (1.0f - 0x1p-21f);
+  d.least = p.least ? p.least[row] : -kInfinity;
+  d.last = p.least ? p.last[row] : p.vocab;
+  d.position = static_cast<uint32_t>(entry(p.positions, p.wide_positions, row));
+  d.k0 = static_cast<uint32_t>(seed), d.k1 = static_cast<uint32_t>(seed >> 32);
+  Best best = warp_best(search(d, share, begin, count, &threshold));
+  if (lane == 0) warp_bests[warp] = best;
+  __syncthreads();
+  if (warp == 0) {
+    best = warp_best(lane < kWarps ? warp_bests[lane] : Best{0, -1});
+    if (lane == 0) *cluster.map_shared_rank(block_bests + rank, 0) = best;
+  }
+  cluster.sync();
+  if (rank == 0 && threadIdx.x == 0) {
+    best = block_bests[0];
+    for (int i = 1; i < kCluster; ++i) best.take(block_bests[i].score, block_bests[i].token);
+    finish(p, row, best.token >= 0 ? best.token : most_likely);
+  }
+}
+
+}  // namespace
+
+// (tokens [B] int32, logits [B, V], temperature [B] float32, seeds [B] int64, positions [B],
+//  greedy [B] uint8 or bool, least [B] float32 or None, last [B] int64 or None,
+//  token_pool int32 or None, output_index [B] or None)
+EXPORT(sample) {
+  Params p = {};
+  p.tokens = args.data<int>(0);
+  p.logits = args.data<const T>(1);
+  p.stride = args.stride(1, 0);
+  p.vocab = static_cast<int>(args.size(1, 1));
+  const int each = (p.vocab + kCluster - 1) / kCluster;
+  p.share = (each + kTokens - 1) / kTokens * kTokens;
+  p.aligned = (address(p.logits) | p.stride * sizeof(T)) % alignof(Access) == 0;
+  p.temperature = args.data<const float>(2);
+  p.seeds = args.data<const int64_t>(3);
+  p.positions = args.data<const void>(4);
+  p.wide_positions = args.wide(4);
+  p.greedy = args.data<const uint8_t>(5);
+  p.least = args.data<const float>(6);
+  p.last = args.data<const int64_t>(7);
+  p.token_pool = args.data<int>(8);
+  p.output_index = args.data<const void>(9);
+  p.wide_index = p.output_index && args.wide(9);
+  const int shared = p.share * static_cast<int>(sizeof(T));
+  static int granted = 48 * 1024;  // of the one device that this process uses
+  if (shared > granted) {
+    const int error = check(cudaFuncSetAttribute(
+        sample, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+    if (error) return error;
+    granted = shared;
+  }
+  return launch(sample, args.size(1, 0) * kCluster, kThreads, shared, args.stream(), p);
+}
