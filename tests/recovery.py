@@ -5,7 +5,7 @@
 Gateway, two tokenizers, two detokenizers and one group run as processes on a Redis of their own,
 with a heartbeat time-out T of 4 s. What ends is started again at once, as a kubelet does it the
 first time. Four streams run when the fault comes; the time to the next token is that of the stream
-that waits longest. `beyond` is what is left of it without what the row's last column names. All
+that waits longest, of those that it hit. `beyond` is what is left of it without what the row's last column names. All
 times are seconds; nothing here is a test.
 """
 
@@ -37,6 +37,9 @@ WARM = 30
 """Tokens that each stream has before the fault, and again before it counts as recovered."""
 AFFECTED_SECONDS = 0.2
 """A stream without a pause of this length was not hit by the fault."""
+BEGINS_SECONDS = 0.5
+"""Nor one whose longest pause began later after it: tokens on their way still come, and a machine
+of two cores makes short pauses of its own."""
 POLL_SECONDS = 0.005
 IMPORTS = {
     "gateway": "minisgl.cli.main, minisgl.gateway.main, minisgl.bus.redis, minisgl.text",
@@ -111,7 +114,7 @@ class Watched:
         return streams
 
     def last_gap(self, streams: Streams, fault: float, back: float) -> float:
-        """From the fault to the end of the longest pause, over all streams that paused.
+        """From the fault to the end of the longest pause, over all streams that it hit.
 
         `back`: when what had failed was there again; every stream must bring more after that.
         """
@@ -126,7 +129,7 @@ class Watched:
         for times in streams.times:
             pairs = [(b - a, b) for a, b in itertools.pairwise(times) if b > fault]
             longest, end = max(pairs)
-            if longest >= AFFECTED_SECONDS:
+            if longest >= AFFECTED_SECONDS and end - longest - fault <= BEGINS_SECONDS:
                 ends.append(end - fault)
         assert ends, "no stream was hit by the fault"
         return max(ends)
