@@ -5,8 +5,8 @@
 Gateway, two tokenizers, two detokenizers and one group run as processes on a Redis of their own,
 with a heartbeat time-out T of 4 s. What ends is started again at once, as a kubelet does it the
 first time. Four streams run when the fault comes; the time to the next token is that of the stream
-that waits longest, of those that it hit. `beyond` is what is left of it without what the row's last column names. All
-times are seconds; nothing here is a test.
+that waits longest, of those that it hit. `beyond` is what is left of it without what the row's last
+column names. All times are seconds; nothing here is a test.
 """
 
 import argparse
