@@ -7,6 +7,7 @@ server-side apply wants exactly the fields that we mean and no model's defaults.
 
 import asyncio
 import logging
+import random
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -26,7 +27,10 @@ REQUEST_SECONDS = 20.0
 WATCH_SECONDS = 60
 """The server ends a watch after this; the next one goes on from its resource version. One that
 outlasts it by a quarter is given up: what lies between may have dropped it without a word."""
-RETRY_SECONDS = 1.0
+RETRY_FIRST, RETRY_MOST = 1.0, 10.0
+"""Waits before a watch that failed is opened anew: each up to twice as long as the one before."""
+RELIST_FAILURES = 4
+"""After so many in a row what was known is worth nothing: everything is listed again."""
 KEPT_WARNINGS = 10_000
 """Latest Warning Events kept, of all objects; the oldest go first."""
 
@@ -314,6 +318,8 @@ class _Feed:
     query: tuple[tuple[str, str], ...] = ()
     synced: asyncio.Event = field(default_factory=asyncio.Event)
     heard: float = field(default_factory=time.monotonic)
+    failures: int = 0
+    """In a row."""
 
 
 Changed = Callable[[str, Manifest], None]
@@ -339,7 +345,8 @@ class Cache:
         self._objects: dict[str, dict[tuple[str, str], Manifest]] = {}
         self._by_instance: dict[tuple[str, str], set[tuple[str, str]]] = {}
         """(namespace, object's name) -> (kind, name) of what carries its label."""
-        self._warnings: OrderedDict[tuple[str, str, str], Warning] = OrderedDict()
+        self._warnings: OrderedDict[tuple[str, str, str], tuple[int, Warning]] = OrderedDict()
+        """With the version of its Event: a list has them in another order than they came in."""
 
     def follow(self, kind: str, *, namespace: str | None = None, **query: str) -> None:
         """Keep objects of a kind here, such as those with `labelSelector`."""
@@ -378,7 +385,8 @@ class Cache:
 
     def warning(self, namespace: str, key: Key) -> Warning | None:
         """The latest Warning Event about a child or pod."""
-        return self._warnings.get((namespace, key.kind, key.name))
+        held = self._warnings.get((namespace, key.kind, key.name))
+        return held[1] if held else None
 
     def put(self, manifest: Manifest, *, tell: bool = True) -> None:
         """Take what a write answered, so that the next look does not see the state before it.
@@ -399,28 +407,42 @@ class Cache:
             try:
                 if not version:
                     version = await self._relist(feed)
+                opened, heard = time.monotonic(), False
                 async for kind, found in self._api.watch(
                     feed.kind, feed.namespace, feed.query, version, self._watch_seconds
                 ):
-                    feed.heard = time.monotonic()
+                    feed.heard, feed.failures, heard = time.monotonic(), 0, True
                     version = found.get("metadata", {}).get("resourceVersion", version)
                     if kind in ("ADDED", "MODIFIED"):
                         self._store(feed.kind, found)
                     elif kind == "DELETED":
                         self._drop(feed.kind, found)
                 feed.heard = time.monotonic()
+                if not heard and feed.heard - opened < RETRY_FIRST:
+                    raise ApiError(0, "Closed", "the server ended it at once")
+                feed.failures = 0
             except ApiError as error:
-                if error.status == 410:
-                    version = ""
-                    continue
-                log.warning("watch of %s: %s", feed.kind, error.message)
-                if error.status:
-                    version = ""
-                await asyncio.sleep(RETRY_SECONDS)
+                version = await self._failed(feed, error, version)
             except Exception:  # a watch that ended would show its last state for ever
                 log.exception("watch of %s", feed.kind)
+                feed.failures += 1
                 version = ""
-                await asyncio.sleep(RETRY_SECONDS)
+                await asyncio.sleep(_pause(feed.failures))
+
+    async def _failed(self, feed: _Feed, error: ApiError, version: str) -> str:
+        """Wait as long as a failure asks for; the version to go on from, empty for none.
+
+        A server that is overloaded or away has forgotten nothing: to list everything again would
+        be what it can bear least, from all watches at once least of all."""
+        feed.failures += 1
+        if error.status == 410:
+            if feed.failures > 1:
+                await asyncio.sleep(_pause(feed.failures - 1))
+            return ""
+        log.warning("watch of %s: %s", feed.kind, error.message)
+        await asyncio.sleep(_pause(feed.failures))
+        away = error.status in (0, 429) or error.status >= 500
+        return version if away and feed.failures % RELIST_FAILURES else ""
 
     async def _relist(self, feed: _Feed) -> str:
         items, version = await self._api.list(feed.kind, feed.namespace, feed.query)
@@ -473,10 +495,19 @@ class Cache:
     def _note(self, event: Manifest) -> None:
         about = event.get("involvedObject", {})
         key = (about.get("namespace", ""), about.get("kind", ""), about.get("name", ""))
-        self._warnings[key] = Warning(event.get("reason", ""), event.get("message", ""))
+        version = _version(event)
+        if key in self._warnings and self._warnings[key][0] > version:
+            return
+        self._warnings[key] = version, Warning(event.get("reason", ""), event.get("message", ""))
         self._warnings.move_to_end(key)
         if len(self._warnings) > KEPT_WARNINGS:
             self._warnings.popitem(last=False)
+
+
+def _pause(failures: int) -> float:
+    """Seconds to wait after so many failures: not all watches at the same moment."""
+    most = min(RETRY_MOST, RETRY_FIRST * 2 ** min(failures - 1, 10))
+    return most * random.uniform(0.5, 1.0)
 
 
 def _place(found: Manifest) -> tuple[str, str]:
