@@ -8,6 +8,7 @@ or flushed makes everybody look dead.
 import asyncio
 import contextlib
 import logging
+import socket
 import ssl
 import time
 from collections.abc import Callable, Mapping
@@ -36,6 +37,9 @@ FORGET_SECONDS = 600.0
 ANSWER_SECONDS = 2.0
 SAID_SECONDS = 30.0
 """So long another sentence must be the only one before it is shown."""
+DOUBT_SECONDS = 5.0
+"""A bus that was well is called so until it could not be read for longer, and more than once: one
+answer that is late, or one question that a name server loses, is no outage."""
 PAUSE_SECONDS = 6.0
 """After a gap between two readings as long as this, silences start from zero."""
 
@@ -85,8 +89,12 @@ class Reader:
         self._last_read: float | None = None
         self._started = clock()
         self._ever = False
+        self._failures = 0
+        """In a row."""
         self._said_at = self._started
         """When the present sentence of a failure was last heard."""
+        self._said_nothing = True
+        """Whether that sentence is a mere time-out's."""
         self._bus = Bus("starting")
         self._client = _client(address)
         self._task = asyncio.create_task(self._run(), name=f"bus {address.service}")
@@ -135,26 +143,32 @@ class Reader:
     def fail(self, error: BaseException) -> None:
         """One reading that failed, which says nothing of the workers.
 
-        A name server that is slow at times makes another sentence each time, and each would be a
-        status to write: one that recurs stays, and a time-out, which says nothing, replaces none.
+        Readings may fail in turns for several reasons, and each would be a status to write: a
+        sentence that recurs stays, and a time-out, which says nothing, replaces none.
         """
-        state, said = _failure(error, self._ever, self.address), _sentence(error)
         held, now = self._bus, self._clock()
-        slow = isinstance(error, TimeoutError | RedisTimeout)
-        if state == held.state and slow:
-            said = held.message
-        if state != held.state or said == held.message or now - self._said_at >= SAID_SECONDS:
-            self._said_at = now
-        else:
-            said = held.message
-        self._bus = replace(held, state=state, message=said)
+        self._failures += 1
+        state, said = _failure(error, self._ever, self.address), _sentence(error, self.address)
+        slow, unread = _is_slow(error), now - (self._last_read or now)
+        in_doubt = self._failures == 1 or unread <= DOUBT_SECONDS
+        if held.state in ("ok", "full") and in_doubt and (slow or _is_unnamed(error)):
+            return
+        changed = state != held.state
+        recurs = said == held.message or slow
+        if changed or (self._said_nothing and not slow):
+            self._bus, self._said_nothing = replace(held, state=state, message=said), slow
+        elif not recurs and now - self._said_at >= SAID_SECONDS:
+            self._bus = replace(held, message=said)
+        elif not recurs:
+            return
+        self._said_at = now
 
     def take(self, states: list[WorkerState], meetings: Mapping[str, Meeting], full: bool) -> None:
         """One reading: moves the silences of workers on."""
         now = self._clock()
         if self._last_read is None or now - self._last_read > PAUSE_SECONDS:
             self._seen.clear()
-        self._last_read, self._ever = now, True
+        self._last_read, self._ever, self._failures = now, True, 0
         for state in states:
             key = (state.role, state.id)
             held = self._seen.get(key)
@@ -258,8 +272,21 @@ def _failure(
     return "unreachable" if ever or address.managed else "not-observable"
 
 
-def _sentence(error: BaseException) -> str:
+def _sentence(error: BaseException, address: Address) -> str:
+    if _is_unnamed(error):
+        # A name server that is flooded says at times that a name is unknown, at times that it
+        # does not know: one sentence for both.
+        return f"connecting to {address.host}:{address.port}: no name server knows the host"
     return (str(error) or type(error).__name__)[:300]
+
+
+def _is_slow(error: BaseException) -> bool:
+    return isinstance(error, TimeoutError | RedisTimeout)
+
+
+def _is_unnamed(error: BaseException) -> bool:
+    """Whether the host's address could not be found out."""
+    return any(isinstance(one, socket.gaierror) for one in (error.__cause__, error.__context__))
 
 
 def _shape(bus: Bus) -> object:

@@ -1,11 +1,14 @@
 """What the operator reads of an object's Redis."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import NoReturn
 
 import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeout
 
 from minisgl.bus import connect
 from minisgl.bus.rendezvous import Meeting as Formed
@@ -152,3 +155,78 @@ async def test_who_is_cancelled_while_a_reader_closes_is_cancelled() -> None:
     with pytest.raises(asyncio.CancelledError):
         await closing
     await reader.close()
+
+
+class Lines:
+    """What a reader without a Redis says of each failure, two seconds apart."""
+
+    def __init__(self, reader: Reader, clock: Clock) -> None:
+        self.reader, self.clock = reader, clock
+
+    def after(self, *errors: BaseException, every: float = 2.0) -> list[tuple[str, str]]:
+        """The state and the sentence after each of these."""
+        found: list[tuple[str, str]] = []
+        for error in errors:
+            self.clock.now += every
+            self.reader.fail(error)
+            found.append((self.reader.bus.state, self.reader.bus.message))
+        return found
+
+
+@asynccontextmanager
+async def failing() -> AsyncIterator[Lines]:
+    """A reader whose own attempts are stopped."""
+    clock = Clock()
+    async with reading(free_port(), clock=clock) as reader:
+        reader._task.cancel()
+        await asyncio.sleep(0)
+        yield Lines(reader, clock)
+
+
+def unnamed(code: int) -> BaseException:
+    """What the client raises where a name server gives no address."""
+    error = RedisConnectionError(f"Error {code} connecting to nowhere:6379.")
+    error.__context__ = socket.gaierror(code, "no")
+    return error
+
+
+SLOW = RedisTimeout("Timeout reading from nowhere:6379")
+CLOSED = RedisConnectionError("Connection closed by server.")
+DOUBTFUL = {"a late answer": SLOW, "a lost question for its name": unnamed(socket.EAI_AGAIN)}
+
+
+@pytest.mark.parametrize("case", DOUBTFUL)
+async def test_a_bus_that_was_well_is_called_so_until_it_is_unread_for_five_seconds(
+    case: str,
+) -> None:
+    async with failing() as lines:
+        lines.reader.take([rank0()], {}, full=False)
+        states = [state for state, _ in lines.after(*[DOUBTFUL[case]] * 4)]
+        assert states == ["ok", "ok", "unreachable", "unreachable"]
+        assert lines.reader.bus.unread == 8.0
+        lines.reader.take([rank0(beat=2)], {}, full=False)
+        # However long that took, it is one.
+        assert lines.after(SLOW, every=9.0) == [("ok", "")]
+
+
+async def test_a_bus_that_closes_the_door_is_told_at_once() -> None:
+    async with failing() as lines:
+        lines.reader.take([rank0()], {}, full=False)
+        assert lines.after(CLOSED) == [("unreachable", str(CLOSED))]
+
+
+async def test_failures_in_turns_are_one_sentence() -> None:
+    async with failing() as lines:
+        turns = [SLOW, unnamed(socket.EAI_AGAIN), SLOW, CLOSED, unnamed(socket.EAI_NONAME)] * 20
+        said = [message for _, message in lines.after(*turns)]
+        assert said[0] == str(SLOW)
+        (rest,) = set(said[1:])
+        assert "connecting to 127.0.0.1:" in rest
+
+
+async def test_another_sentence_is_told_once_the_first_is_over() -> None:
+    async with failing() as lines:
+        said = [message for _, message in lines.after(CLOSED, *[unnamed(socket.EAI_NONAME)] * 20)]
+        assert said[:15] == [str(CLOSED)] * 15
+        assert "no name server knows the host" in said[15]
+        assert len(set(said)) == 2
