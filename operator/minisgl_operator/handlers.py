@@ -5,23 +5,29 @@ No handler writes anything, so kopf keeps no finalizer, no annotation and no pro
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import kopf
 
 from minisgl_operator import api, names
-from minisgl_operator.kube import CHILDREN, WATCH_SECONDS, Api, Cache
+from minisgl_operator.kube import CHILDREN, WATCH_SECONDS, Api, ApiError, Cache
 from minisgl_operator.metrics import Metrics
 from minisgl_operator.observed import Manifest, Settings
 from minisgl_operator.reconcile import Nodes, Task
+
+log = logging.getLogger(__name__)
 
 MANAGED = f"app.kubernetes.io/managed-by={names.MANAGER}"
 
 
 POOL = 100
 """Connections for requests."""
+ROUTES_SECONDS = 10.0
+"""How often it is asked whether the cluster has HTTPRoute by now, while an object wants one."""
 
 
 def connections(namespaces: Sequence[str]) -> int:
@@ -44,6 +50,7 @@ class Manager:
         self._kube, self._settings, self._metrics = kube, settings, metrics
         self._tasks: dict[tuple[str, str], Task] = {}
         self._stopping: set[asyncio.Task[None]] = set()
+        self._looking: asyncio.Task[None] | None = None
         self.cache = Cache(kube, list(namespaces) or [None], self._changed, watch_seconds)
         self._nodes = Nodes(self.cache) if settings.can_read_nodes else None
 
@@ -62,10 +69,30 @@ class Manager:
         # kopf's watch tells nothing of what was deleted while it was broken off; this one does.
         self.cache.follow(api.KIND)
         await self.cache.synced()
+        if not self._settings.gateway_api:
+            self._looking = asyncio.create_task(self._look_for_routes(), name="HTTPRoute")
 
     async def close(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
         await self.cache.close()
         await asyncio.gather(*(task.stop() for task in self._tasks.values()))
+
+    async def _look_for_routes(self) -> None:
+        """Return when the cluster has the Gateway API, and its routes are watched."""
+        while not self._settings.gateway_api:
+            await asyncio.sleep(ROUTES_SECONDS)
+            if not any("httpRoute" in one["spec"] for one in self.cache.all(api.KIND)):
+                continue
+            with contextlib.suppress(ApiError):  # asked again
+                known = await self._kube.knows("HTTPRoute")
+                self._settings = replace(self._settings, gateway_api=known)
+        self.cache.follow("HTTPRoute", labelSelector=MANAGED)
+        await self.cache.synced()
+        log.info("the cluster has HTTPRoute by now")
+        for task in self._tasks.values():
+            task.know(self._settings)
 
     def saw(self, found: Manifest) -> None:
         """An object is, or was, as in this event of another watch."""

@@ -98,7 +98,7 @@ class Bus:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A child that the API server did not take."""
+    """A child that the API server did not take, or (`deletion`) a child or pod that it keeps."""
 
     reason: str
     """One of the reasons of condition Degraded."""
@@ -106,6 +106,7 @@ class Refusal:
     """The server's sentence."""
     since: float
     """`wall` of the first refusal in a row."""
+    deletion: bool = False
 
 
 @dataclass(frozen=True, slots=True)

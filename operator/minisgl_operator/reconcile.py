@@ -51,6 +51,9 @@ NODES_SECONDS = 0.5
 """Every object wants to know of every node: what one task has worked out serves the others."""
 SETTLE_SECONDS = 0.05
 """Events of one change come in a bunch: one look serves them all."""
+LOOKS = 2
+"""At most so many in a row, without waiting for events, where the first one made a revision that
+the second one makes sets of."""
 STATUS_SECONDS = 1.0
 """Least time between two writes of one status."""
 RETRY_FIRST, RETRY_MOST = 1.0, 300.0
@@ -63,7 +66,8 @@ _NO_ANSWER = (0, 401, 429, 503, 504)
 class _Refused:
     refusal: Refusal
     digest: str
-    """Of the manifest that was refused: another one is tried at once."""
+    """Of the manifest that was refused, or the UID of what was to be deleted: another one is tried
+    at once."""
     wait: float
     next_try: float
 
@@ -138,6 +142,8 @@ class Task:
         self._same: dict[Key, tuple[str, str]] = {}
         """By child: the manifest, and the resource version that was found to have all of it."""
         self._reader: bus.Reader | None = None
+        self._built = False
+        """Whether this look made a child that others are made of."""
         self._password: str | None = None
         self._named: dict[Key, tuple[float, Manifest | None]] = {}
         """Objects that are not watched, and when they were read."""
@@ -152,6 +158,11 @@ class Task:
         if self._woken_at is None:
             self._woken_at = time.monotonic()
         self._woken.set()
+
+    def know(self, settings: Settings) -> None:
+        """From now on these hold."""
+        self._settings = settings
+        self.wake()
 
     async def stop(self) -> None:
         self._task.cancel()
@@ -201,10 +212,14 @@ class Task:
         if obj.metadata.generation != self._generation:
             self._generation = obj.metadata.generation
             self._refused.clear()  # another spec is worth another try
-        observed = await self._observe(obj)
-        wanted = desired(observed)
-        decided = plan(observed, wanted)
-        observed = await self._act(observed, decided)
+        for _ in range(LOOKS):
+            self._built = False
+            observed = await self._observe(obj)
+            wanted = desired(observed)
+            decided = plan(observed, wanted)
+            observed = await self._act(observed, decided)
+            if not self._built:
+                break
         wake = await self._report(found, status(observed, wanted))
         return min(RESYNC_SECONDS, wake, *self._wakes(decided, observed))
 
@@ -348,15 +363,20 @@ class Task:
                 if key not in foreign and not await self._apply(observed, action.manifest):
                     foreign.add(key)
             elif isinstance(action, Delete):
-                self._refused.pop(action.key, None)
-                await self._delete(action.key, action.uid, foreground=action.foreground)
+                key, why = action.key, "nothing wants it"
+                await self._delete(observed, key, action.uid, why, foreground=action.foreground)
             elif isinstance(action, DeletePod):
-                self._log.info("deleting pod %s: %s", action.name, action.why)
-                await self._delete(Key("Pod", action.name), action.uid)
+                await self._delete(observed, Key("Pod", action.name), action.uid, action.why)
             else:
                 await self._post(observed, action)
         applied = {Key.of(a.manifest) for a in decided.actions if isinstance(a, Apply)}
-        self._refused = {k: one for k, one in self._refused.items() if k in applied}
+        deleted = {a.key for a in decided.actions if isinstance(a, Delete)}
+        deleted |= {Key("Pod", a.name) for a in decided.actions if isinstance(a, DeletePod)}
+        self._refused = {
+            k: one
+            for k, one in self._refused.items()
+            if k in (deleted if one.refusal.deletion else applied)
+        }
         self._same = {k: one for k, one in self._same.items() if k in applied}
         self._settled = {k: one for k, one in self._settled.items() if k in applied}
         return replace(
@@ -368,8 +388,7 @@ class Task:
     async def _apply(self, observed: Observed, manifest: Manifest) -> bool:
         """Apply a child if its live state differs; False if its name is somebody else's."""
         key, digest, now = Key.of(manifest), digest_of(manifest), observed.now
-        held = self._refused.get(key)
-        if held is not None and held.digest == digest and now < held.next_try:
+        if self._waits(key, digest, now):
             return True
         live = observed.live.get(key)
         if live is not None:
@@ -400,29 +419,52 @@ class Task:
             self._named[key] = (now, answer)
         else:
             self._cache.put(answer)
+            self._built |= live is None and key.kind == "ControllerRevision"
         return True
 
-    async def _delete(self, key: Key, uid: str, *, foreground: bool = False) -> None:
+    async def _delete(
+        self, observed: Observed, key: Key, uid: str, why: str, *, foreground: bool = False
+    ) -> None:
         """Delete a child or pod. A refusal, as of an admission webhook, holds up nothing else."""
+        if self._waits(key, uid, observed.now):
+            return
+        self._log.info("deleting %s %s: %s", key.kind, key.name, why)
         try:
             await self._kube.delete(key.kind, self._namespace, key.name, uid, foreground=foreground)
         except ApiError as error:
             if error.status in _NO_ANSWER:
                 raise
             self._metrics.failures.inc()
-            self._log.warning("%s %s cannot be deleted: %s", key.kind, key.name, error.message)
+            self._refuse(key, uid, error, observed, deletion=True)
+        else:
+            self._refused.pop(key, None)
 
-    def _refuse(self, key: Key, digest: str, error: ApiError, observed: Observed) -> None:
+    def _waits(self, key: Key, digest: str, now: float) -> bool:
+        """Whether the same was refused, and is not yet worth another try."""
+        held = self._refused.get(key)
+        return held is not None and held.digest == digest and now < held.next_try
+
+    def _refuse(
+        self,
+        key: Key,
+        digest: str,
+        error: ApiError,
+        observed: Observed,
+        *,
+        deletion: bool = False,
+    ) -> None:
         """Note a refusal, and when the same is worth another try."""
         held = self._refused.get(key)
         wait = min(RETRY_MOST, held.wait * 2) if held and held.digest == digest else RETRY_FIRST
         refusal = Refusal(
-            drift.reason_of(error.status, error.message, key.kind),
+            "Forbidden" if deletion else drift.reason_of(error.status, error.message, key.kind),
             error.message,
             since=held.refusal.since if held else observed.wall,
+            deletion=deletion,
         )
         self._refused[key] = _Refused(refusal, digest, wait, observed.now + wait)
-        self._log.warning("%s %s was refused: %s", key.kind, key.name, error.message)
+        what = "cannot be deleted" if deletion else "was refused"
+        self._log.warning("%s %s %s: %s", key.kind, key.name, what, error.message)
 
     async def _post(self, observed: Observed, event: Post) -> None:
         """An Event; the same one at most once in ten minutes. None is worth a failed look."""

@@ -215,7 +215,9 @@ class _Groups:
         epoch = self.survey.group(life.index).next_epoch
         key = Key("StatefulSet", names.group_set(self.survey.observed.obj, life.index, epoch))
         refusal = self.survey.observed.refused.get(key)
-        return refusal.since if refusal else self.survey.observed.wall
+        if refusal is None or refusal.deletion:
+            return self.survey.observed.wall
+        return refusal.since
 
     def _places_back(self, life: Life) -> set[str]:
         """The nodes that a life avoids and that can be used again, while it waits for a place."""

@@ -98,7 +98,10 @@ def ending(survey: Survey, life: Life, decided: float) -> Ending | None:
             failure = _of_pod(survey, pod, wall, reason, why)
             return Ending(failure, f"group {life.index}: pod {pod.name}: {why}", counts=False)
         if pod.stuck(survey.observed.wall):
-            why = "the pod hangs Terminating: its node does not remove it"
+            by = f"nobody removes its finalizer {', '.join(pod.finalizers[:4])}"
+            if not pod.finalizers:
+                by = "its node does not remove it"
+            why = f"the pod hangs Terminating: {by}"
             failure = _of_pod(survey, pod, wall, "TerminationStuck", why)
             return Ending(failure, f"group {life.index}: pod {pod.name}: {why}", counts=False)
     if policy.restart_policy == "RecreateGroup":

@@ -84,6 +84,11 @@ class Pod:
         """Whether it hangs Terminating."""
         return self.deleting is not None and wall > self.deleting + STUCK_SECONDS
 
+    @property
+    def finalizers(self) -> list[str]:
+        """Those that keep it, if it is being deleted."""
+        return keepers(self.manifest)
+
     def condition(self, kind: str) -> Manifest:
         """A condition of its status; empty if there is none."""
         status = self.manifest.get("status") or {}
@@ -122,6 +127,12 @@ def controller(manifest: Manifest) -> str | None:
         if reference.get("controller"):
             return str(reference.get("uid", ""))
     return None
+
+
+def keepers(manifest: Manifest) -> list[str]:
+    """The finalizers of a child or pod but those of Kubernetes' own garbage collector."""
+    found = manifest["metadata"].get("finalizers") or []
+    return sorted(str(one) for one in found if one not in ("foregroundDeletion", "orphan"))
 
 
 def _number(text: object, otherwise: int) -> int:

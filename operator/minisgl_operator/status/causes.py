@@ -9,7 +9,8 @@ from minisgl_operator.drift import reason_of
 from minisgl_operator.observed import Key, Manifest, Refusal
 from minisgl_operator.plan.failure import first_line
 from minisgl_operator.plan.groups import Survey
-from minisgl_operator.plan.pods import DOWNLOAD, Pod
+from minisgl_operator.plan.pods import DOWNLOAD, STUCK_SECONDS, Pod, keepers
+from minisgl_operator.times import seconds
 
 _PULL = (
     "ErrImageNeverPull",
@@ -47,14 +48,9 @@ class Trouble:
 
 def troubles(survey: Survey) -> list[Trouble]:
     """All of them, what to mend first in front; the same one of many pods is told once."""
-    found = [
-        *_names(survey),
-        *_refusals(survey),
-        *_nodes(survey),
-        *_claims(survey),
-        *_pods(survey),
-        *_groups(survey),
-    ]
+    found = [*_names(survey), *_refusals(survey), *_kept(survey)]
+    if not survey.observed.obj.spec.suspend:
+        found += [*_nodes(survey), *_claims(survey), *_pods(survey), *_groups(survey)]
     seen: set[str] = set()
     first = []
     for trouble in sorted(found, key=lambda t: _ORDER.index(t.reason)):
@@ -120,7 +116,8 @@ def _refusals(survey: Survey) -> Iterator[Trouble]:
     for key, refusal in sorted(survey.observed.refused.items()):
         reason = refusal.reason if refusal.reason in _ORDER else "Forbidden"
         said = refusal.message + _too_old(survey, refusal)
-        yield Trouble(reason, f"{key.kind} {key.name} was refused: {said}")
+        what = "cannot be deleted" if refusal.deletion else "was refused"
+        yield Trouble(reason, f"{key.kind} {key.name} {what}: {said}")
     for key, warning in sorted(survey.observed.warnings.items()):
         if warning.reason != "FailedCreate" or _has_its_pods(survey, key):
             continue
@@ -131,6 +128,29 @@ def _refusals(survey: Survey) -> Iterator[Trouble]:
             failed = told.get("type") == "ReplicaFailure" and told.get("status") == "True"
             if key.kind == "Deployment" and failed:
                 yield _no_pod(key, told.get("message", ""))
+
+
+def _kept(survey: Survey) -> Iterator[Trouble]:
+    """What was deleted and is still there, because who set a finalizer on it does not take it off.
+    Pods of a lost node are told with their node."""
+    wall = survey.observed.wall
+    kept = [
+        (f"{key.kind} {key.name}", keepers(live))
+        for key, live in sorted(survey.observed.live.items(), key=lambda item: item[0])
+        if wall > (seconds(live["metadata"].get("deletionTimestamp")) or wall) + STUCK_SECONDS
+    ]
+    kept += [
+        (f"pod {pod.name}", pod.finalizers)
+        for pod in survey.pods
+        if pod.stuck(wall) and pod.node not in survey.lost
+    ]
+    for what, finalizers in kept:
+        if finalizers:
+            yield Trouble(
+                "Forbidden",
+                f"{what} was deleted and stays: nobody removes its finalizer "
+                + ", ".join(finalizers[:4]),
+            )
 
 
 def _too_old(survey: Survey, refusal: Refusal) -> str:
@@ -179,7 +199,7 @@ def _claims(survey: Survey) -> Iterator[Trouble]:
     name = claim.claim_name if claim else ""
     if model.uri.startswith("pvc://"):
         name = model.uri.removeprefix("pvc://").partition("/")[0]
-    if not name or survey.observed.obj.spec.suspend:
+    if not name:
         return
     held = survey.observed.claims.get(name)
     if held is None:

@@ -56,7 +56,7 @@ def conditions(survey: Survey) -> list[Condition]:
     return [
         _ready(survey, model, redis, roles, found),
         _progressing(survey, found),
-        _degraded(survey, found),
+        _degraded(found),
         *([model] if model else []),
         redis,
         _ranks(survey),
@@ -197,8 +197,8 @@ def _stalled(survey: Survey, life: Life) -> bool:
     return born is not None and survey.observed.wall - born > limit
 
 
-def _degraded(survey: Survey, found: list[Trouble]) -> Condition:
-    if not found or survey.observed.obj.spec.suspend:
+def _degraded(found: list[Trouble]) -> Condition:
+    if not found:
         return Condition("Degraded", "False", "AsWanted", "nothing is known to be wrong")
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
     return Condition("Degraded", "True", found[0].reason, found[0].message + more)

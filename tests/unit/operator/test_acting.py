@@ -1,5 +1,7 @@
 """What a task does with the API server's answers."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from minisgl_operator import api, names
@@ -10,6 +12,7 @@ from minisgl_operator.reconcile import Task
 from tests.unit.operator.cases import SETTINGS, UID, observe
 
 SPEC = {"model": {"uri": "file:///m"}, "suspend": True}
+METADATA: dict[str, Any] = {"name": "qwen", "namespace": "models", "uid": UID, "generation": 1}
 
 
 class Server(Api):
@@ -28,6 +31,7 @@ class Server(Api):
     async def apply(self, manifest: Manifest, *, subresource: str = "") -> Manifest:
         if subresource:
             self.statuses.append(manifest["status"])
+            manifest = {**manifest, "metadata": METADATA, "spec": SPEC}
         return {**manifest, "metadata": {**manifest["metadata"], "resourceVersion": "9"}}
 
     async def delete(
@@ -37,17 +41,42 @@ class Server(Api):
         raise ApiError(403, "Forbidden", "an admission webhook denied the request")
 
 
-async def test_a_child_that_may_not_be_deleted_holds_up_no_other_and_no_status() -> None:
-    server = Server()
+@asynccontextmanager
+async def acting(server: Server, *strays: str) -> AsyncIterator[Task]:
+    """A task that looks when it is told to, with children that nothing wants."""
     cache = Cache(server, [None], lambda kind, found: None)
-    metadata: dict[str, Any] = {"name": "qwen", "namespace": "models", "uid": UID, "generation": 1}
-    cache.put({"kind": api.KIND, "metadata": metadata, "spec": SPEC})
-    for name in ("one", "two"):
+    cache.put({"kind": api.KIND, "metadata": METADATA, "spec": SPEC})
+    for name in strays:
         labels = names.common(observe(SPEC).obj)
         stray = {"name": name, "namespace": "models", "uid": name, "labels": labels}
         cache.put({"kind": "Service", "metadata": stray})
     task = Task("models", "qwen", server, cache, None, SETTINGS, Metrics())
-    await task.look()
-    await task.stop()
+    try:
+        yield task
+    finally:
+        await task.stop()
+
+
+async def test_a_child_that_may_not_be_deleted_holds_up_no_other_and_no_status() -> None:
+    server = Server()
+    async with acting(server, "one", "two") as task:
+        await task.look()
     assert sorted(server.denied) == ["one", "two"]
-    assert len(server.statuses) == 1
+    (told,) = server.statuses
+    (degraded,) = (c for c in told["conditions"] if c["type"] == "Degraded")
+    assert (degraded["status"], degraded["reason"]) == ("True", "Forbidden")
+    assert degraded["message"] == (
+        "Service one cannot be deleted: an admission webhook denied the request (and 1 more)"
+    )
+
+
+async def test_a_deletion_that_is_refused_is_tried_again_less_and_less_often() -> None:
+    server = Server()
+    async with acting(server, "one") as task:
+        assert await task.look() <= 1.0
+        await task.look()
+        assert server.denied == ["one"]
+        for held in task._refused.values():
+            held.next_try = 0.0
+        assert 1.0 < await task.look() <= 2.0
+        assert server.denied == ["one", "one"]

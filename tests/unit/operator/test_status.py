@@ -10,6 +10,7 @@ import yaml
 from minisgl_operator.observed import Bus, Key, Observed, Refusal, Warning, Worker
 from minisgl_operator.status import status, url
 from minisgl_operator.status.conditions import TYPES
+from minisgl_operator.times import rfc3339
 from tests.unit.operator.world import World, object_of, set_condition, spec_of
 
 CLAIM = {"spec": {"accessModes": ["ReadWriteMany"]}}
@@ -191,6 +192,36 @@ DEGRADED: dict[str, tuple[dict[str, Any], str, str]] = {
         "Forbidden", "RuntimeClass nvidia",
     ),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("suspend", [False, True])
+def test_a_child_that_a_finalizer_keeps_is_named_once_it_is_overdue(suspend: bool) -> None:
+    made = world(suspend=suspend) if not suspend else World(spec_of(suspend=True))
+    if suspend:
+        made.operate()
+    gone = {"name": "llm-old", "deletionTimestamp": rfc3339(made.wall),
+            "finalizers": ["foregroundDeletion", "example.com/b", "example.com/a"]}  # fmt: skip
+    live = {**made.live, Key("Service", "llm-old"): {"kind": "Service", "metadata": gone}}
+    assert conditions(told(made, live=live))["Degraded"][0] == "False"
+    found = told(made, live=live, wall=made.wall + 31)
+    assert conditions(found)["Degraded"] == ("True", "Forbidden")
+    assert message(found, "Degraded") == (
+        "Service llm-old was deleted and stays: nobody removes its finalizer "
+        "example.com/a, example.com/b"
+    )
+
+
+def test_a_pod_that_a_finalizer_keeps_is_named_and_its_group_goes_on_without_it() -> None:
+    made = world()
+    (pod,) = made.rank_pods()
+    pod["metadata"]["finalizers"] = ["example.com/audit"]
+    made.terminate(pod)
+    made.run(60)
+    assert made.status["readyReplicas"] == 1
+    text = "nobody removes its finalizer example.com/audit"
+    assert made.group(0)["lastFailure"]["message"].endswith(text)
+    assert conditions(made.status)["Degraded"] == ("True", "Forbidden")
+    assert message(made.status, "Degraded").startswith("pod llm-g0-1-0 was deleted and stays")
 
 
 @pytest.mark.parametrize("case", DEGRADED)

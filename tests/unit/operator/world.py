@@ -564,7 +564,8 @@ class World:
             if not machine.kubelet:
                 continue
             if gone is not None:
-                if self.wall >= gone or not running(pod):
+                ended = self.wall >= gone or not running(pod)
+                if ended and not pod["metadata"].get("finalizers"):
                     del self.pods[name]
                 continue
             if (
