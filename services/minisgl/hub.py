@@ -75,10 +75,15 @@ def _checked_folder(model: str, folder: Path) -> Path:
     return folder.resolve()
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether some file of the folder can be a tokenizer's."""
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken")
+    return any(next(folder.glob(name), None) for name in names)
+
+
 def require_tokenizer(folder: Path) -> None:
     """Raises `StartError` if no file of the folder can be a tokenizer's."""
-    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken")
-    if not any(next(folder.glob(name), None) for name in names):
+    if not has_tokenizer(folder):
         raise StartError(f"model folder {folder} holds no tokenizer: tokenizer.json is missing")
 
 

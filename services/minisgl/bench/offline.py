@@ -4,16 +4,22 @@ import argparse
 import dataclasses
 import platform
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from minisgl.bench import ending_on_signals
 from minisgl.bench.arguments import lengths, output_file, positive_int, token_range
 from minisgl.bench.stats import summary, table, write_json
+from minisgl.bench.trace import Trace
 from minisgl.cli.flags import add_flags, from_args
 from minisgl.config import EngineConfig, UsageError
 from minisgl.messages import SamplingParams
+
+if TYPE_CHECKING:
+    from minisgl.llm import LLM
+    from minisgl.llm.answers import StepTimes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +29,11 @@ class Workload:
     num_prompts: int
     prompt_tokens: tuple[int, int]
     output_tokens: tuple[int, int]
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a prompt and its output."""
+        return self.prompt_tokens[1] + self.output_tokens[1]
 
     def __str__(self) -> str:
         ranges = "{}-{} prompt and {}-{} output tokens"
@@ -34,7 +45,22 @@ class Workload:
 WORKLOADS = {
     "small": Workload(8, (16, 64), (16, 64)),
     "nano": Workload(256, (100, 1024), (100, 1024)),
+    "decode-1": Workload(1, (128, 128), (512, 512)),
+    "decode-8": Workload(8, (128, 128), (512, 512)),
+    "decode-32": Workload(32, (128, 128), (512, 512)),
+    "prefill-1x128": Workload(1, (128, 128), (1, 1)),
+    "prefill-1x8000": Workload(1, (8000, 8000), (1, 1)),
+    "prefill-64x1024": Workload(64, (1024, 1024), (1, 1)),
 }
+
+
+def workload_names(text: str) -> tuple[str, ...]:
+    """`nano` or `decode-1,decode-8`."""
+    names = tuple(text.split(","))
+    for name in names:
+        if name not in WORKLOADS:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(WORKLOADS)}")
+    return names
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,9 +68,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="folder or Hugging Face id; optional with --fake-engine")
     parser.add_argument(
         "--workload",
-        choices=tuple(WORKLOADS),
-        help="; ".join(f"{name}: {load}" for name, load in WORKLOADS.items())
+        type=workload_names,
+        metavar="NAME,...",
+        help="one or several, on one engine. "
+        + "; ".join(f"{name}: {load}" for name, load in WORKLOADS.items())
         + " (default: small; the next three flags change it)",
+    )
+    parser.add_argument(
+        "--repeat",
+        type=positive_int,
+        metavar="N",
+        default=1,
+        help="runs of each workload, each with other prompts; the one with the median time is "
+        "reported (default: 1)",
+    )
+    parser.add_argument(
+        "--profile",
+        type=output_file,
+        metavar="FILE",
+        help="write a trace of some steps of the last workload, host and device, for "
+        "chrome://tracing or Perfetto; FILE ends in .json or .json.gz",
+    )
+    parser.add_argument(
+        "--profile-steps",
+        type=token_range,
+        metavar="FIRST-LAST",
+        default=(100, 110),
+        help="which steps (default: 100-110)",
     )
     parser.add_argument(
         "--num-prompts", type=positive_int, metavar="N", help="sequences to compute"
@@ -144,56 +194,117 @@ def _throughput(args: argparse.Namespace) -> dict[str, Any]:
         raise UsageError("--model is missing: a folder or a Hugging Face id (or --fake-engine)")
     from minisgl.llm import LLM  # torch: not for help and usage errors
 
-    load = workload(args)
+    loads = workloads(args)
     options = {
         f.name: getattr(args, f.name) for f in dataclasses.fields(EngineConfig) if f.name in args
     }
-    steps: list[float] = []
+    runs: list[dict[str, Any]] = []
     with LLM(**options) as llm:
-        prompts, sampling = requests(
-            load, llm.tokenizer.vocab_size, args.temperature, llm.config.seed
-        )
-        longest = max(len(p) + (s.max_tokens or 0) for p, s in zip(prompts, sampling, strict=True))
-        if longest > llm.max_model_len:
-            raise UsageError(
-                f"a sequence of {longest} tokens does not fit: prompt and output may have "
-                f"{llm.max_model_len} tokens; see --prompt-tokens, --output-tokens, --num-pages"
-            )
-        llm.generate([prompts[0][:8]], SamplingParams(max_tokens=2, ignore_eos=True))
-        llm.on_step = steps.append
-        start = time.perf_counter()
-        outputs = llm.generate(prompts, sampling)
-        seconds = time.perf_counter() - start
+        for load in loads.values():
+            if load.longest > llm.max_model_len:
+                raise UsageError(
+                    f"a sequence of {load.longest} tokens does not fit: prompt and output may have "
+                    f"{llm.max_model_len} tokens; see --prompt-tokens, --output-tokens, --num-pages"
+                )
+        warm_up = SamplingParams(max_tokens=2, ignore_eos=True)
+        llm.generate([[1] * 8], warm_up)
+        for name, load in loads.items():
+            timed = [
+                _run_once(llm, load, args.temperature, llm.config.seed + i)
+                for i in range(args.repeat)
+            ]
+            timed.sort(key=lambda run: run["seconds"])
+            run = timed[(len(timed) - 1) // 2]
+            run["all_seconds"] = [one["seconds"] for one in timed]
+            runs.append({"workload_name": name, "workload": dataclasses.asdict(load), **run})
+            _show(load, run)
+        if args.profile:  # a run of its own: what is watched is slower
+            trace = Trace(args.profile, args.profile_steps)
+            _run_once(llm, load, args.temperature, llm.config.seed + args.repeat, trace)
+        start = dict(llm.start_report)
+    common = {"model": args.model, "options": options, "start": start}
+    return common | (runs[0] if len(runs) == 1 else {"runs": runs})
+
+
+def _run_once(
+    llm: "LLM", load: Workload, temperature: float, seed: int, trace: Trace | None = None
+) -> dict[str, Any]:
+    """One pass over a workload: the time of prompts ends when every request has its first token."""
+    prompts, sampling = requests(load, llm.tokenizer.vocab_size, temperature, seed)
+    times: list[StepTimes] = []
+
+    def on_step(step: "StepTimes") -> None:
+        times.append(step)
+        if trace is not None:
+            trace.after_step(len(times))
+
+    llm.on_step = on_step
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, sampling)
+    seconds = time.perf_counter() - start
+    llm.on_step = None
+    if trace is not None:
+        trace.close()
     prompt_tokens = sum(o.prompt_tokens for o in outputs)
     output_tokens = sum(len(o.token_ids) for o in outputs)
-    report = {
-        "model": args.model,
-        "workload": dataclasses.asdict(load),
+    prefill = first_token_seconds(times, load.num_prompts)
+    decoding = sum(step.seconds for step in times) - prefill
+    decoded = sum(step.tokens for step in times[_prefill_steps(times, load.num_prompts) :])
+    steps = [step.seconds for step in times]
+    return {
         "seconds": seconds,
         "prompt_tokens": prompt_tokens,
+        "cached_tokens": sum(o.cached_tokens for o in outputs),
         "output_tokens": output_tokens,
         "output_tokens_per_second": output_tokens / seconds,
         "total_tokens_per_second": (prompt_tokens + output_tokens) / seconds,
+        "prefill_seconds": prefill,
+        "prefill_tokens_per_second": prompt_tokens / prefill,
+        "decode_seconds": decoding,
+        "decode_tokens_per_second": decoded / decoding if decoded else None,
         "steps": len(steps),
         "step_seconds": summary(steps),
     }
+
+
+def _prefill_steps(times: "Sequence[StepTimes]", requests: int) -> int:
+    """Turns of the loop until every request has its first token."""
+    seen = 0
+    for i, step in enumerate(times):
+        seen += step.first_tokens
+        if seen >= requests:
+            return i + 1
+    return len(times)
+
+
+def first_token_seconds(times: "Sequence[StepTimes]", requests: int) -> float:
+    """Time until every one of the requests has its first token."""
+    return sum(step.seconds for step in times[: _prefill_steps(times, requests)])
+
+
+def _show(load: Workload, run: dict[str, Any]) -> None:
     print(
-        f"{load}: {seconds:.2f} s\n{output_tokens} output tokens, "
-        f"{report['output_tokens_per_second']:.1f} per second; with {prompt_tokens} prompt tokens "
-        f"{report['total_tokens_per_second']:.1f} per second\n{len(steps)} steps\n"
+        f"{load}: {run['seconds']:.3f} s\n{run['output_tokens']} output tokens, "
+        f"{run['output_tokens_per_second']:.1f} per second; with {run['prompt_tokens']} prompt "
+        f"tokens {run['total_tokens_per_second']:.1f} per second\nfirst tokens of all after "
+        f"{run['prefill_seconds'] * 1e3:.1f} ms ({run['prefill_tokens_per_second']:.0f} prompt "
+        "tokens per second)"
     )
-    print(table({"all steps": summary(steps)}, "milliseconds a step", 1e3))
-    return report
+    if run["decode_tokens_per_second"] is not None:
+        print(f"then {run['decode_tokens_per_second']:.1f} output tokens per second")
+    print(f"{run['steps']} steps\n")
+    print(table({"all steps": run["step_seconds"]}, "milliseconds a step", 1e3))
 
 
-def workload(args: argparse.Namespace) -> Workload:
-    """The named workload with what the flags change."""
+def workloads(args: argparse.Namespace) -> dict[str, Workload]:
+    """The named workloads with what the flags change."""
     given = {
         f.name: value
         for f in dataclasses.fields(Workload)
         if (value := getattr(args, f.name)) is not None
     }
-    return dataclasses.replace(WORKLOADS[args.workload or "small"], **given)
+    names = args.workload or ("small",)
+    return {name: dataclasses.replace(WORKLOADS[name], **given) for name in names}
 
 
 def requests(

@@ -10,7 +10,11 @@ from torch import Tensor
 
 from minisgl.engine import philox
 from minisgl.engine.filters import bounds
+from minisgl_kernels.build import KernelUnavailable
+from minisgl_kernels.sample import sample_function
 from minisgl_kernels.sampling import gumbel_draw_function
+
+ROWS_AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,18 @@ class DrawBatch:
     top_p: Tensor | None
     min_p: Tensor | None
 
+    def part(self, rows: slice) -> "DrawBatch":
+        """Some of the requests, for those rows of the logits."""
+
+        def cut(column: Tensor | None) -> Tensor | None:
+            return None if column is None else column[rows]
+
+        return DrawBatch(
+            index=None, temperature=self.temperature[rows], seeds=self.seeds[rows],
+            positions=self.positions[rows], top_k=cut(self.top_k), top_p=cut(self.top_p),
+            min_p=cut(self.min_p),
+        )  # fmt: skip
+
     @property
     def limits(self) -> bool:
         """Some request limits which tokens it may draw."""
@@ -41,7 +57,9 @@ def draw(logits: Tensor, largest: Tensor, batch: DrawBatch) -> Tensor:
 
     `largest` [n] int64 are the ids of the largest logits: the answer where a row has NaN or +inf.
     """
-    kernel = gumbel_draw_function() if logits.device.type == "cpu" else None
+    if logits.is_cuda:
+        return _draw_on_cuda(logits, largest, batch)
+    kernel = gumbel_draw_function() if logits.is_cpu else None
     if kernel is None:
         return draw_reference(logits, largest, batch)
     n, vocab_size = logits.shape
@@ -54,6 +72,31 @@ def draw(logits: Tensor, largest: Tensor, batch: DrawBatch) -> Tensor:
     columns = (batch.temperature, least, last, batch.seeds, batch.positions, tokens)
     kernel(logits.numpy(), *(column.numpy() for column in columns))
     return tokens
+
+
+def _draw_on_cuda(logits: Tensor, largest: Tensor, batch: DrawBatch) -> Tensor:
+    # Some rows at a time: filters and the reference have up to 80 bytes at hand for each logit.
+    if len(logits) > ROWS_AT_ONCE and (batch.limits or sample_function() is None):
+        parts = []
+        for i in range(0, len(logits), ROWS_AT_ONCE):
+            rows = slice(i, i + ROWS_AT_ONCE)
+            parts.append(_draw_on_cuda(logits[rows], largest[rows], batch.part(rows)))
+        return torch.cat(parts)
+    kernel = sample_function()
+    if kernel is None:
+        return draw_reference(logits, largest, batch)
+    least = last = None
+    if batch.limits:
+        y = _shifted(logits, largest, batch.temperature)
+        least, last = bounds(y, batch.top_k, batch.top_p, batch.min_p)
+    greedy = torch.zeros_like(largest, dtype=torch.uint8)
+    try:
+        tokens: Tensor = kernel(
+            logits, batch.temperature, batch.seeds, batch.positions, greedy, least, last
+        )
+    except KernelUnavailable:  # of this vocabulary
+        return draw_reference(logits, largest, batch)
+    return tokens.long()
 
 
 def draw_reference(logits: Tensor, largest: Tensor, batch: DrawBatch) -> Tensor:

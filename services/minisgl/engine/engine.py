@@ -1,19 +1,22 @@
-"""The engine of one rank: model, KV buffer, tables on the device, sampling.
+"""The engine of one rank: it loads a model, plans memory, and computes steps in order.
 
-It computes what it is told, in order. On a device with streams `forward` returns when the work is
-queued; on a CPU it is done by then, and everything else is the same.
+On a device with streams `forward` returns when the work is queued; on a CPU it is done by then, and
+everything else is the same.
 """
 
+import contextlib
+import gc
+import hashlib
 import logging
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from minisgl.attention.base import AttentionContext, ForwardBatch
+from minisgl.attention.base import AttentionBackend, AttentionContext
 from minisgl.attention.registry import (
     backend_names,
     choose_page_size,
@@ -22,12 +25,14 @@ from minisgl.attention.registry import (
 )
 from minisgl.config import EngineConfig, StartError, UsageError
 from minisgl.distributed import Communicator
-from minisgl.engine.fake import Ready
+from minisgl.distributed.device import select_device
 from minisgl.engine.host import free_memory, host_id, usable_cpus
 from minisgl.engine.memory import pages_for_requests, plan_pages
+from minisgl.engine.runner import HostRunner, Parts, Runner
 from minisgl.engine.sampler import Sampler
-from minisgl.engine.step import Int32s, StepEngine, StepInput, StepOutput, StepResult, TableWrites
-from minisgl.kvcache.pool import KVPool, page_bytes, zeros
+from minisgl.engine.step import Int32s, StepEngine, StepInput, StepOutput
+from minisgl.engine.tables import Tables
+from minisgl.kvcache.pool import KVPool, page_bytes
 from minisgl.layers.sharding import head_shard
 from minisgl.messages import SamplingParams
 from minisgl.models.config import ModelConfig, load_model_config
@@ -37,6 +42,9 @@ from minisgl.models.weights import dummy_weights, load_weights
 _log = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 32
+CUDA_WARM_UP_TOKENS = 1024
+"""A GPU needs many to show how many prompt tokens it computes in a second."""
+CUDA_GRAPH_MAX_BS = 256
 
 
 class Engine(StepEngine):
@@ -47,8 +55,10 @@ class Engine(StepEngine):
     ) -> None:
         """Raises `UsageError` or `StartError` that names the flag or the file at fault."""
         began = time.monotonic()
-        self._comm = comm
-        self._device = _device(config.device)
+        self._config, self._comm = config, comm
+        self._device = select_device(config.device, comm.rank)
+        self._on_cuda = self._device.type == "cuda"
+        self._stream = torch.cuda.Stream() if self._on_cuda else None  # type: ignore[no-untyped-call]
         model = load_model_config(folder)
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
@@ -59,154 +69,231 @@ class Engine(StepEngine):
         dtype = _dtype(config.dtype, model)
         if config.quantization != "none":
             raise UsageError(f"--quantization {config.quantization} is not available yet")
-        # All measure before any loads: that would look like a host with less memory.
-        seen = comm.gather_ints([host_id(), free_memory()])
-        hosts, free_before = [host for host, _ in seen], [free for _, free in seen]
-        sharing = [hosts.count(host) for host in hosts]
-        # Whoever sets the variable knows of other processes, such as another group's ranks.
-        if self._device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, usable_cpus() // sharing[comm.rank]))
         heads = head_shard(model.num_heads, model.num_kv_heads, comm.rank, comm.size)
-        kv_heads = heads.kv.local
-        self._attention = make_backend(
-            backends,
-            AttentionContext(
-                device=self._device,
-                dtype=dtype,
-                num_qo_heads=heads.q.local,
-                num_kv_heads=kv_heads,
-                head_dim=model.head_dim,
-                page_size=self.page_size,
-                max_running=config.max_running_requests,
-                max_seq_len=self.max_seq_len,
-                capability=capability,
-            ),
+        # All measure before any loads: that would look like a device or host with less memory.
+        seen = comm.gather_ints(
+            [_gpu_id(self._device), torch.cuda.mem_get_info()[0]]
+            if self._on_cuda
+            else [host_id(), free_memory()]
         )
-        self._model = CausalLM(model, dtype, comm, self._device)
-        if config.load_format == "dummy":
-            dummy_weights(self._model, self._device, config.seed)
-        else:
-            load_weights(self._model, folder, self._device, progress)
-        weights = comm.gather_ints([_weight_bytes(self._model)])
-        self.num_pages = config.num_pages or plan_pages(
-            free_before=free_before,
-            sharing=sharing,
-            model_bytes=[taken for (taken,) in weights],
-            activation_bytes=_activation_bytes(model, config, dtype),
-            memory_ratio=0.5 if config.memory_ratio is None else config.memory_ratio,
-            page_bytes=page_bytes(
-                layers=model.num_layers,
-                kv_heads=kv_heads,
-                page_size=self.page_size,
-                head_dim=model.head_dim,
-                dtype=dtype,
-            ),
-            most=pages_for_requests(config.max_running_requests, self.max_seq_len, self.page_size),
-        )
-        self._pool = KVPool(
-            layers=model.num_layers,
-            pages=self.num_pages,
-            page_size=self.page_size,
-            kv_heads=kv_heads,
-            head_dim=model.head_dim,
-            dtype=dtype,
-            device=self._device,
-        )
-        rows = config.max_running_requests + 1
-        shape = (rows, self.max_seq_len)
-        self._dummy_slot = self._pool.dummy_page * self.page_size
-        purpose = "tables; use a lower --max-running-requests or --max-seq-len"
-        self._page_table = zeros(shape, torch.int32, self._device, purpose)
-        self._page_table[-1] = self._dummy_slot
-        self._token_pool = zeros(shape, torch.int32, self._device, purpose)
-        self._flat_pages, self._flat_tokens = self._page_table.view(-1), self._token_pool.view(-1)
-        self._sampler = Sampler(self.vocab_size, self._device, rows)
-        self._warm_up()
+        places, free_before = [place for place, _ in seen], [free for _, free in seen]
+        sharing = [places.count(place) for place in places]
+        # Whoever sets the variable knows of other processes, such as another group's ranks.
+        if not self._on_cuda and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, usable_cpus() // sharing[comm.rank]))
+        self._runner: Runner | None = None
+        with self._on_stream():
+            attention = make_backend(
+                backends,
+                AttentionContext(
+                    device=self._device,
+                    dtype=dtype,
+                    num_qo_heads=heads.q.local,
+                    num_kv_heads=heads.kv.local,
+                    head_dim=model.head_dim,
+                    page_size=self.page_size,
+                    max_running=config.max_running_requests,
+                    max_seq_len=self.max_seq_len,
+                    capability=capability,
+                ),
+            )
+            network = CausalLM(model, dtype, comm, self._device)
+            if config.load_format == "dummy":
+                dummy_weights(network, self._device, config.seed)
+            else:
+                load_weights(network, folder, self._device, progress)
+            self._sampler = Sampler(self.vocab_size, self._device, config.max_running_requests + 1)
+            self._dtype, self._model, self._kv_heads = dtype, model, heads.kv.local
+            if self._on_cuda:
+                self._start_cuda(network, attention, free_before, sharing)
+            else:
+                self._start_cpu(network, attention, free_before, sharing)
+            self._warm_up()
         comm.barrier()
+        self.report = {**self.report, "start_seconds": time.monotonic() - began}
         _log.info(
             "engine ready rank=%d device=%s dtype=%s pages=%d page_size=%d kv_gib=%.2f "
             "max_seq_len=%d seconds=%.1f",
             comm.rank, self._device, str(dtype).removeprefix("torch."), self.num_pages,
-            self.page_size, self._pool.nbytes / 2**30, self.max_seq_len, time.monotonic() - began,
+            self.page_size, self._parts.pool.nbytes / 2**30, self.max_seq_len,
+            time.monotonic() - began,
         )  # fmt: skip
 
     def admit(
         self, row: int, sampling: SamplingParams, prompt_ids: Int32s, output_ids: Int32s
     ) -> None:
-        self._sampler.admit(row, sampling, prompt_ids, output_ids)
+        with self._on_stream():
+            self._sampler.admit(row, sampling, prompt_ids, output_ids)
 
     def release(self, row: int) -> None:
         self._sampler.release(row)
 
-    @torch.inference_mode()
     def forward(self, step: StepInput) -> StepOutput:
-        self._write(self._flat_pages, step.slot_writes)
-        self._write(self._flat_tokens, step.token_writes)
-        lengths = step.device_lens - step.cached_lens
-        batch = ForwardBatch(
-            input_ids=self._flat_tokens[self._tensor(step.input_index)].long(),
-            positions=self._tensor(step.positions),
-            out_loc=self._tensor(step.out_loc).long(),
-            rows=self._tensor(step.rows),
-            page_table=self._page_table,
-            cached_lens=step.cached_lens,
-            device_lens=step.device_lens,
-            last_indices=self._tensor(np.cumsum(lengths, dtype=np.int64) - 1),
-            is_decode=step.is_decode,
+        if self._runner is None:
+            raise RuntimeError("this engine is closed")
+        return self._runner.forward(step)
+
+    def close(self) -> None:
+        if self._runner is None:
+            return
+        self._runner = None
+        del self._parts, self._sampler
+        gc.collect()
+        if self._on_cuda:
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+
+    # --- start ---------------------------------------------------------------------------------
+
+    def _start_cpu(
+        self, network: CausalLM, attention: AttentionBackend, free: list[int], sharing: list[int]
+    ) -> None:
+        config, comm = self._config, self._comm
+        weights = comm.gather_ints([_weight_bytes(network)])
+        self.num_pages = config.num_pages or self._plan(
+            free, sharing, [taken for (taken,) in weights],
+            _activation_bytes(self._model, config, self._dtype), 0.5,
+        )  # fmt: skip
+        pool = self._make_pool(self.num_pages)
+        tables = self._make_tables(pool)
+        self._parts = Parts(network, attention, tables, self._sampler, pool)
+        self._runner = HostRunner(self._parts)
+        self.report = {"device": "cpu"}
+
+    def _start_cuda(
+        self, network: CausalLM, attention: AttentionBackend, free: list[int], sharing: list[int]
+    ) -> None:
+        """Measure with the dummy page alone, then make the KV cache of what is left, then capture:
+        graphs hold the cache's address."""
+        from minisgl.engine import measure
+        from minisgl.engine.cuda import CudaRunner
+        from minisgl.engine.graph_sizes import graph_sizes
+
+        config, comm, device = self._config, self._comm, self._device
+        requests = config.max_running_requests
+        # A mixed step has at most one token of each decoding request more.
+        tokens = config.max_prefill_tokens + requests
+        pool = self._make_pool(0)
+        tables = self._make_tables(pool)
+        self._parts = Parts(network, attention, tables, self._sampler, pool)
+        assert self._stream is not None
+        runner = self._runner = CudaRunner(
+            self._parts, self._stream, vocab_size=self.vocab_size, dtype=self._dtype,
+            max_requests=requests, max_tokens=tokens, check=comm.check,
+        )  # fmt: skip
+        most = CUDA_GRAPH_MAX_BS if config.cuda_graph_max_bs is None else config.cuda_graph_max_bs
+        sizes = graph_sizes(min(most, requests))
+        if sizes and not attention.captures:
+            _log.warning(
+                "decode runs without CUDA graphs: --attention-backend %s has none",
+                config.attention_backend,
+            )
+            sizes = []
+        figures: dict[str, Any] = {}
+        if config.num_pages is None:
+            taken = free[comm.rank] - measure.free_bytes(device)
+            steps = measure.largest_steps(runner, requests, tokens)
+            sampling = measure.largest_sampling(self.vocab_size, requests, device)
+            graph_bytes = measure.graphs(runner, sizes)
+            comm.check()
+            # Penalties keep what the full batch took; steps and sampling do not overlap in time.
+            mine = [max(taken, 0), steps + sampling, graph_bytes]
+            every = comm.gather_ints(mine)
+            model_bytes = [row[0] for row in every]
+            beside = max(row[1] + row[2] for row in every)
+            self.num_pages = self._plan(free, sharing, model_bytes, beside, 0.9)
+            names = ("model_bytes", "activation_bytes", "graph_bytes_expected")
+            figures = dict(zip(names, mine, strict=True))
+        else:
+            self.num_pages = config.num_pages
+        runner.parts.pool = pool = self._make_pool(self.num_pages)
+        self._parts.tables = tables = tables.with_dummy_slot(pool.dummy_page * self.page_size)
+        before, began = measure.free_bytes(device), time.monotonic()
+        runner.capture(sizes)
+        figures |= {
+            "device": torch.cuda.get_device_name(device),
+            "free_bytes_before": free[comm.rank],
+            "kv_bytes": pool.nbytes,
+            "pages": self.num_pages,
+            "page_size": self.page_size,
+            "graphs": len(sizes),
+            "graph_seconds": time.monotonic() - began,
+            "graph_bytes": before - measure.free_bytes(device),
+        }
+        self.report = figures
+        if sizes:
+            _log.info(
+                "cuda graphs=%d largest=%d seconds=%.1f mib=%.0f", len(sizes), sizes[-1],
+                figures["graph_seconds"], figures["graph_bytes"] / 2**20,
+            )  # fmt: skip
+
+    def _plan(
+        self, free: list[int], sharing: list[int], model_bytes: list[int], activation_bytes: int,
+        ratio: float,
+    ) -> int:  # fmt: skip
+        config = self._config
+        return plan_pages(
+            free_before=free,
+            sharing=sharing,
+            model_bytes=model_bytes,
+            activation_bytes=activation_bytes,
+            memory_ratio=ratio if config.memory_ratio is None else config.memory_ratio,
+            page_bytes=page_bytes(
+                layers=self._model.num_layers,
+                kv_heads=self._kv_heads,
+                page_size=self.page_size,
+                head_dim=self._model.head_dim,
+                dtype=self._dtype,
+            ),
+            most=pages_for_requests(config.max_running_requests, self.max_seq_len, self.page_size),
         )
-        self._attention.prepare_metadata(batch)
-        logits = self._model.forward(batch, self._attention, self._pool)
-        sampling = self._sampler.prepare(step.rows, step.output_pos, step.samples)
-        sample = self._sampler.sample(logits, sampling)
-        self._flat_tokens[self._tensor(step.output_index)] = sample.tokens.int()
-        logprobs = sample.logprobs.to_host() if sample.logprobs is not None else None
-        return Ready(StepResult(sample.tokens.cpu().numpy(), logprobs))
 
-    def _write(self, table: torch.Tensor, writes: TableWrites | None) -> None:
-        if writes is not None:
-            table[self._tensor(writes.index)] = self._tensor(writes.values)
+    def _make_pool(self, pages: int) -> KVPool:
+        return KVPool(
+            layers=self._model.num_layers,
+            pages=pages,
+            page_size=self.page_size,
+            kv_heads=self._kv_heads,
+            head_dim=self._model.head_dim,
+            dtype=self._dtype,
+            device=self._device,
+        )
 
-    def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+    def _make_tables(self, pool: KVPool) -> Tables:
+        rows = self._config.max_running_requests + 1
+        tables = Tables.make(rows, self.max_seq_len, self._device)
+        return tables.with_dummy_slot(pool.dummy_page * self.page_size)
+
+    def _on_stream(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _warm_up(self) -> None:
         """A prefill and a decode step on the dummy row: libraries choose their kernels. Then one
         more prefill, which is timed."""
-        width, row = self.max_seq_len, self._page_table.shape[0] - 1
-        n = min(WARM_UP_TOKENS, width - 1)
-        self._sampler.admit(
-            row, SamplingParams(temperature=0.0), np.zeros(1, np.int32), np.zeros(0, np.int32)
-        )
-        for start, end in ((0, n), (n, n + 1), (0, n)):
+        tables = self._parts.tables
+        row, most = tables.dummy_row, WARM_UP_TOKENS
+        if self._on_cuda:
+            most = min(CUDA_WARM_UP_TOKENS, self._config.max_prefill_tokens)
+        n = min(most, tables.width - 1)
+        greedy = SamplingParams(temperature=0.0)
+        self.admit(row, greedy, np.zeros(1, np.int32), np.zeros(0, np.int32))
+        steps = [(0, n), (n, n + 1), (0, n)]
+        if self._on_cuda:  # other sizes take other kernels, each loaded when it is first used
+            steps = [(0, 1 << i) for i in range(n.bit_length() - 1)] + steps
+        for start, end in steps:
             began = time.monotonic()
-            positions = np.arange(start, end)
-            rows = np.array([row])
-            self.forward(
-                StepInput(
-                    rows=rows,
-                    cached_lens=np.array([start], np.int32),
-                    device_lens=np.array([end], np.int32),
-                    positions=positions,
-                    input_index=row * width + positions,
-                    out_loc=np.full(end - start, self._dummy_slot, np.int32),
-                    output_index=rows * width,
-                    output_pos=np.zeros(1, np.int32),
-                    samples=np.ones(1, np.bool_),
-                    is_decode=end - start == 1,
-                    wants_logprobs=False,
-                    slot_writes=None,
-                    token_writes=None,
-                )
-            ).wait()
+            self.forward(tables.dummy_step([start], [end])).wait()
         self.prefill_rate = n / (time.monotonic() - began)
-        self._sampler.release(row)
-        self._flat_tokens[row * width] = 0
+        self.release(row)
+        with self._on_stream():
+            tables.tokens[row, 0] = 0
 
 
-def _device(name: str) -> torch.device:
-    if name == "cuda":
-        raise UsageError("--device cuda is not available yet; use --device cpu")
-    return torch.device("cpu")
+def _gpu_id(device: torch.device) -> int:
+    """63 bits that are the same for all ranks on one GPU."""
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    digest = hashlib.blake2b(uuid.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def _dtype(name: str, model: ModelConfig) -> torch.dtype:

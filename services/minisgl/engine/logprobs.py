@@ -32,8 +32,17 @@ class Logprobs:
     top_logprobs: Tensor
     """[n, most] float32."""
 
+    def queue_to_host(self) -> "Logprobs":
+        """The same in host memory, once an event that follows on the current stream has come."""
+
+        def down(tensor: Tensor) -> Tensor:
+            return tensor.to("cpu", non_blocking=True)
+
+        batch = LogprobBatch(down(self.batch.index), self.batch.top)
+        return Logprobs(batch, down(self.chosen), down(self.top_ids), down(self.top_logprobs))
+
     def to_host(self) -> dict[int, TokenLogprobs]:
-        """By place in the batch, for the wire. Waits for the device."""
+        """By place in the batch, for the wire. Waits for the device, if the tensors are there."""
         index = self.batch.index.tolist()
         chosen, ids, values = (
             self.chosen.tolist(),

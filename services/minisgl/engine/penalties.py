@@ -13,6 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from minisgl.engine.staging import upload
+
 Ids = npt.NDArray[np.int32]
 
 
@@ -54,11 +56,12 @@ class PenaltyState:
             self._grow()
         slot = self._free.pop()
         self._slot_of[row] = slot
-        prompt = torch.from_numpy(np.array(prompt_ids, np.int64)).to(self._device)
-        output = torch.from_numpy(np.array(output_ids, np.int64)).to(self._device)
+        prompt = upload(np.array(prompt_ids, np.int64), self._device)
+        output = upload(np.array(output_ids, np.int64), self._device)
         self._prompt[slot].zero_()
         self._prompt[slot, prompt] = True
-        self._counts[slot] = torch.bincount(output, minlength=self._vocab_size)
+        one = self._counts.new_ones(1).expand(len(output))
+        self._counts[slot].zero_().index_add_(0, output, one)
 
     def release(self, row: int) -> None:
         """Forget the row, if it had a slot."""
@@ -135,8 +138,8 @@ class BiasState:
                 f"{self._vocab_size - 1}"
             )
         self._of_row[row] = (
-            torch.tensor(list(bias), dtype=torch.int64).to(self._device),
-            torch.tensor(list(bias.values()), dtype=torch.float32).to(self._device),
+            upload(np.array(list(bias), np.int64), self._device),
+            upload(np.array(list(bias.values()), np.float32), self._device),
         )
 
     def release(self, row: int) -> None:
@@ -148,7 +151,7 @@ class BiasState:
         of_rows = [self._of_row[row] for row in rows.tolist()]
         places = np.repeat(index, [len(tokens) for tokens, _ in of_rows])
         return BiasBatch(
-            index=torch.from_numpy(places.astype(np.int64)).to(self._device),
+            index=upload(places.astype(np.int64), self._device),
             tokens=torch.cat([tokens for tokens, _ in of_rows]),
             values=torch.cat([values for _, values in of_rows]),
         )

@@ -18,6 +18,7 @@ from minisgl.engine.draw import DrawBatch, draw
 from minisgl.engine.logprobs import LogprobBatch, Logprobs, logprobs_of
 from minisgl.engine.penalties import BiasBatch, BiasState, PenaltyBatch, PenaltyState
 from minisgl.engine.sampling_table import SamplingTable
+from minisgl.engine.staging import upload
 from minisgl.messages import SamplingParams
 from minisgl_kernels.sampling import gumbel_draw_function
 
@@ -177,7 +178,7 @@ class Sampler:
         )
 
     def _upload(self, array: npt.NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+        return upload(array, self._device)
 
 
 def _most_likely(logits: Tensor) -> Tensor:

@@ -1,8 +1,10 @@
 """What the scheduler hands to an engine for one step, and what comes back. Host arrays only."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -85,6 +87,8 @@ class StepEngine(ABC):
     eos_token_ids: tuple[int, ...]
     prefill_rate: float = float("inf")
     """About how many tokens of prompts it computes in a second."""
+    report: Mapping[str, Any] = MappingProxyType({})
+    """What its start took: seconds, bytes."""
 
     @abstractmethod
     def admit(
@@ -99,3 +103,6 @@ class StepEngine(ABC):
     @abstractmethod
     def forward(self, step: StepInput) -> StepOutput:
         """Queue one step and return at once, where the device can."""
+
+    def close(self) -> None:  # noqa: B027 (nothing to free)
+        """Give the memory back; no step may follow. Harmless when repeated."""

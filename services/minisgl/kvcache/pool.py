@@ -1,11 +1,14 @@
 """Where keys and values are stored."""
 
+import contextlib
 import math
 
 import numpy as np
 import torch
 
 from minisgl.config import StartError
+from minisgl_kernels.build import KernelUnavailable
+from minisgl_kernels.kv_store import store_kv_function
 
 
 def page_bytes(
@@ -60,6 +63,12 @@ class KVPool:
 
     def store(self, layer: int, k: torch.Tensor, v: torch.Tensor, out_loc: torch.Tensor) -> None:
         """Write k and v [T, kv_heads, head_dim] to the slots out_loc [T] of one layer."""
+        if k.is_cuda:
+            if (kernel := store_kv_function()) is not None:
+                with contextlib.suppress(KernelUnavailable):  # of this width
+                    kernel(k, v, self._k[layer], self._v[layer], out_loc)
+                    return
+            out_loc = out_loc.long()
         self._k[layer].index_copy_(0, out_loc, k)
         self._v[layer].index_copy_(0, out_loc, v)
 

@@ -1,5 +1,6 @@
 """Token embedding and LM head, both split by vocabulary."""
 
+import contextlib
 from collections.abc import Iterator
 
 import torch
@@ -8,6 +9,8 @@ import torch.nn.functional as F
 from minisgl.distributed import Communicator
 from minisgl.layers.base import META, BaseOP, Piece
 from minisgl.layers.sharding import padded_shard
+from minisgl_kernels.build import KernelUnavailable
+from minisgl_kernels.embedding import embedding_function
 
 
 class _VocabParallel(BaseOP):
@@ -31,6 +34,11 @@ class VocabParallelEmbedding(_VocabParallel):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """ids is [T]; the result [T, hidden]."""
+        if ids.is_cuda and (kernel := embedding_function()) is not None:
+            with contextlib.suppress(KernelUnavailable):  # of this width
+                out = kernel(ids, self.weight, self._shard.start, self._shard.count)
+                self._comm.all_reduce(out)
+                return out
         if self._comm.size == 1:
             return F.embedding(ids, self.weight)
         local = ids - self._shard.start
@@ -44,9 +52,9 @@ class VocabParallelEmbedding(_VocabParallel):
 class ParallelLMHead(_VocabParallel):
     """Scores of the whole vocabulary, from a table of its own."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x is [B, hidden]; the result [B, vocab] float32, whole on every rank."""
-        return _logits(x, self.weight, self._vocab, self._comm)
+    def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x is [B, hidden]; the result [B, vocab], whole on every rank; in `out` if it is given."""
+        return _logits(x, self.weight, self._vocab, self._comm, out)
 
 
 class TiedLMHead(BaseOP):
@@ -55,11 +63,16 @@ class TiedLMHead(BaseOP):
     def __init__(self, embedding: VocabParallelEmbedding) -> None:
         self._embedding = embedding
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x is [B, hidden]; the result [B, vocab] float32, whole on every rank."""
+    def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x is [B, hidden]; the result [B, vocab], whole on every rank; in `out` if it is given."""
         table = self._embedding
-        return _logits(x, table.weight, table._vocab, table._comm)
+        return _logits(x, table.weight, table._vocab, table._comm, out)
 
 
-def _logits(x: torch.Tensor, weight: torch.Tensor, vocab: int, comm: Communicator) -> torch.Tensor:
-    return comm.all_gather(F.linear(x, weight))[:, :vocab].float()
+def _logits(
+    x: torch.Tensor, weight: torch.Tensor, vocab: int, comm: Communicator, out: torch.Tensor | None
+) -> torch.Tensor:
+    if out is not None and comm.size == 1:
+        return torch.mm(x, weight.t(), out=out)
+    logits = comm.all_gather(F.linear(x, weight))[:, :vocab]
+    return logits if out is None else out.copy_(logits)

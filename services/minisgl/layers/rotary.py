@@ -60,6 +60,12 @@ class RotaryEmbedding:
             sin=torch.cat((-sin, sin), dim=1).unsqueeze(1).to(dtype),
         )
 
+    def table(self, positions: int) -> torch.Tensor:
+        """[positions, head_dim] float32: the cosines of each position's pairs, then the sines."""
+        places = torch.arange(positions, device=self._frequencies.device)
+        phases = places.float().unsqueeze(1) * self._frequencies
+        return torch.cat((phases.cos(), phases.sin()), dim=1).mul_(self._scale)
+
     def rotate(self, x: torch.Tensor, angles: Angles) -> None:
         """Rotate x [T, heads, head_dim] in place."""
         swapped = x.roll(self._half, dims=-1)

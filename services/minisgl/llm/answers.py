@@ -26,6 +26,17 @@ class GenerationOutput:
     """One for each of `token_ids`, where the sampling parameters ask for them."""
 
 
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """One turn of the loop: it queues a step, and reads the result of this or the one before."""
+
+    seconds: float
+    tokens: int
+    """Output tokens that were read."""
+    first_tokens: int
+    """How many of them are the first of their request."""
+
+
 @dataclass(slots=True)
 class Answer:
     """One request on its way."""
@@ -52,6 +63,7 @@ class Collector:
         """Requests that a stop string has ended; the scheduler does not know it yet."""
         self.open = 0
         self.scheduler: Scheduler
+        self._tokens = self._first_tokens = 0
 
     def expect(self, uid: bytes, answer: Answer) -> None:
         """Collect what comes for this request."""
@@ -60,7 +72,15 @@ class Collector:
         self.answers[uid] = answer
         self.open += 1
 
+    def take_counts(self) -> tuple[int, int]:
+        """(Tokens, first tokens of requests) since the last call."""
+        counts = self._tokens, self._first_tokens
+        self._tokens = self._first_tokens = 0
+        return counts
+
     def emit(self, emission: Emission) -> None:
+        self._tokens += len(emission.rows)
+        self._first_tokens += len(emission.fresh)
         reqs = self.scheduler.table.reqs
         for i, (row, token) in enumerate(
             zip(emission.rows.tolist(), emission.tokens.tolist(), strict=True)

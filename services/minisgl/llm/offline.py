@@ -13,6 +13,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Self, cast
 
 import numpy as np
@@ -20,10 +21,11 @@ import torch
 
 from minisgl.config import EngineConfig, StartError
 from minisgl.distributed import PeerError
-from minisgl.hub import resolve_model
+from minisgl.hub import has_tokenizer, model_vocab_size, resolve_model
 from minisgl.launch.serve import as_arguments
 from minisgl.launch.supervisor import Child, ChildSpec, minisgl_command
-from minisgl.llm.answers import Answer, Collector, GenerationOutput
+from minisgl.llm.answers import Answer, Collector, GenerationOutput, StepTimes
+from minisgl.llm.no_tokenizer import NoTokenizer
 from minisgl.llm.signals import HeldSignals
 from minisgl.messages import (
     AbortMsg,
@@ -71,8 +73,8 @@ class LLM:
         self._random = random.Random(self.config.seed)
         self._within_step = False
         """A step has begun and is not over: for good, if an exception has ended it."""
-        self.on_step: Callable[[float], None] | None = None
-        """Called with the seconds of each step, for benchmarks."""
+        self.on_step: Callable[[StepTimes], None] | None = None
+        """Called after each step, for benchmarks."""
         try:
             self._start()
         except PeerError as error:
@@ -153,7 +155,7 @@ class LLM:
         size = self.config.tensor_parallel_size
         threads = torch.get_num_threads()
         self._closers.callback(torch.set_num_threads, threads)
-        self._tokenizer = load_tokenizer(self.config.model)
+        self._tokenizer = self._load_tokenizer()
         directory = RunDirectory.create()
         self._closers.callback(directory.release)
         self._children = self._start_ranks(f"ipc://{directory.path}", size)
@@ -164,6 +166,9 @@ class LLM:
         comm = self._while_ranks_live(lambda: device_group(self.config, comm))
         self._closers.callback(comm.close)
         engine = make_engine(self.config, comm, progress=False)
+        self._closers.callback(engine.close)
+        self.start_report = engine.report
+        """What the start of this rank's engine took: seconds, bytes."""
         comm.broadcast_int(0)  # the incarnation, which a group without services does not need
         self._collector = Collector(self._tokenizer)
         self._scheduler = Scheduler(self.config, engine, self._collector)
@@ -172,6 +177,14 @@ class LLM:
         self._closers.callback(self._feed.close)
         comm.barrier()
         self._closers.callback(self._stop_ranks)
+
+    def _load_tokenizer(self) -> Tokenizer:
+        """Dummy weights need only a config.json: prompts are then lists of ids."""
+        folder = Path(self.config.model)
+        size = model_vocab_size(folder)
+        if self.config.load_format == "dummy" and size and not has_tokenizer(folder):
+            return NoTokenizer(size)
+        return load_tokenizer(folder)
 
     def _start_ranks(self, bus: str, size: int) -> list[Child]:
         """The ranks after this one, as processes that end with this one."""
@@ -233,7 +246,8 @@ class LLM:
                 self._collector.cut.clear()
                 self._within_step = False
                 if worked and self.on_step is not None:
-                    self.on_step(time.perf_counter() - began)
+                    seconds = time.perf_counter() - began
+                    self.on_step(StepTimes(seconds, *self._collector.take_counts()))
                 signals.deliver()
 
     def _encode(self, prompts: str | Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:

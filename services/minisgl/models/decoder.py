@@ -1,5 +1,8 @@
 """The decoder that all supported families share; they differ in `ModelConfig` only."""
 
+import contextlib
+from functools import cached_property
+
 import torch
 
 from minisgl.attention.base import AttentionBackend, ForwardBatch
@@ -14,6 +17,25 @@ from minisgl.layers.rotary import Angles, RotaryEmbedding
 from minisgl.layers.sharding import HeadShard, Shard, even_shard, head_shard
 from minisgl.models.config import ModelConfig
 from minisgl.moe.layer import MoeMLP
+from minisgl_kernels.build import KernelUnavailable
+from minisgl_kernels.qk_rope_store import qk_rope_store_function
+
+
+class Rope:
+    """How the positions of one step turn queries and keys, the same for every layer."""
+
+    def __init__(
+        self, rotary: RotaryEmbedding, table: torch.Tensor | None, positions: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        self._rotary, self._positions, self._dtype = rotary, positions, dtype
+        self.table = table
+        """For the kernel, [max_model_len, head_dim] float32: cosines, then sines.."""
+
+    @cached_property
+    def angles(self) -> Angles:
+        """For the torch operations."""
+        return self._rotary.angles(self._positions, self._dtype)
 
 
 class Attention(BaseOP):
@@ -39,22 +61,39 @@ class Attention(BaseOP):
         self.k_norm = RMSNorm(dim, config.rms_norm_eps, dtype) if config.qk_norm else None
 
     def forward(
-        self, x: torch.Tensor, angles: Angles, batch: ForwardBatch, attn: AttentionBackend,
+        self, x: torch.Tensor, rope: Rope, batch: ForwardBatch, attn: AttentionBackend,
         pool: KVPool,
     ) -> torch.Tensor:  # fmt: skip
         """x is [T, hidden]; so is the result."""
-        heads = self.qkv_proj.forward(x).view(-1, self._q + 2 * self._kv, self._dim)
+        qkv = self.qkv_proj.forward(x)
+        q = self._turn_and_store(qkv, rope, batch, pool)
+        out = attn.forward(q, self._layer, pool, batch)
+        return self.o_proj.forward(out.reshape(-1, self._q * self._dim))
+
+    def _turn_and_store(
+        self, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch, pool: KVPool
+    ) -> torch.Tensor:
+        """Normalise and rotate queries and keys, store keys and values: queries [T, heads, dim]."""
+        if rope.table is not None and (fused := qk_rope_store_function()) is not None:
+            norms: tuple[torch.Tensor | None, torch.Tensor | None, float] = (None, None, 0.0)
+            if self.q_norm is not None and self.k_norm is not None:
+                norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+            with contextlib.suppress(KernelUnavailable):  # of this type or width of heads
+                return fused(
+                    qkv, *norms, rope.table, batch.positions, batch.out_loc,
+                    pool.k(self._layer), pool.v(self._layer), self._q, self._kv,
+                )  # fmt: skip
+        heads = qkv.view(-1, self._q + 2 * self._kv, self._dim)
         qk, v = heads[:, : self._q + self._kv], heads[:, self._q + self._kv :]
         q, k = qk[:, : self._q], qk[:, self._q :]
         if self.q_norm is None or self.k_norm is None:
-            self._rotary.rotate(qk, angles)
+            self._rotary.rotate(qk, rope.angles)
         else:
             q, k = self.q_norm.forward(q), self.k_norm.forward(k)
-            self._rotary.rotate(q, angles)
-            self._rotary.rotate(k, angles)
+            self._rotary.rotate(q, rope.angles)
+            self._rotary.rotate(k, rope.angles)
         pool.store(self._layer, k, v, batch.out_loc)
-        out = attn.forward(q, self._layer, pool, batch)
-        return self.o_proj.forward(out.reshape(-1, self._q * self._dim))
+        return q
 
 
 class MLP(BaseOP):
@@ -87,12 +126,12 @@ class DecoderLayer(BaseOP):
         self.mlp = _mlp(config, layer, dtype, comm)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles, batch: ForwardBatch,
+        self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, batch: ForwardBatch,
         attn: AttentionBackend, pool: KVPool,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """x and residual are [T, hidden]: what was computed last and what it is to be added to."""
         x, residual = self.input_layernorm.forward_add(x, residual)
-        x = self.self_attn.forward(x, angles, batch, attn, pool)
+        x = self.self_attn.forward(x, rope, batch, attn, pool)
         x, residual = self.post_attention_layernorm.forward_add(x, residual)
         return self.mlp.forward(x), residual
 
@@ -106,6 +145,9 @@ class Decoder(BaseOP):
         heads = head_shard(config.num_heads, config.num_kv_heads, comm.rank, comm.size)
         rotary = RotaryEmbedding(config.rope, config.head_dim, device)
         self._rotary, self._dtype = rotary, dtype
+        self._rope_table: torch.Tensor | None = None
+        if device.type == "cuda" and qk_rope_store_function() is not None:
+            self._rope_table = rotary.table(config.max_model_len)
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, dtype, comm
         )
@@ -117,10 +159,10 @@ class Decoder(BaseOP):
 
     def forward(self, batch: ForwardBatch, attn: AttentionBackend, pool: KVPool) -> torch.Tensor:
         """The hidden state of each request's last token: [B, hidden]."""
-        angles = self._rotary.angles(batch.positions, self._dtype)
+        rope = Rope(self._rotary, self._rope_table, batch.positions, self._dtype)
         x, residual = self.embed_tokens.forward(batch.input_ids), None
         for layer in self._layers:
-            x, residual = layer.forward(x, residual, angles, batch, attn, pool)
+            x, residual = layer.forward(x, residual, rope, batch, attn, pool)
         if not batch.is_decode:
             x = x.index_select(0, batch.last_indices)
             residual = None if residual is None else residual.index_select(0, batch.last_indices)
@@ -140,12 +182,15 @@ class CausalLM(BaseOP):
         else:
             self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, dtype, comm)
 
-    def forward(self, batch: ForwardBatch, attn: AttentionBackend, pool: KVPool) -> torch.Tensor:
-        """Scores of each request's next token: [B, vocab] float32, whole on every rank.
+    def forward(
+        self, batch: ForwardBatch, attn: AttentionBackend, pool: KVPool,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Scores of each request's next token: [B, vocab], whole on every rank; in `out` if given.
 
         `attn.prepare_metadata(batch)` has run. Keys and values of the new tokens go to `pool`.
         """
-        return self.lm_head.forward(self.model.forward(batch, attn, pool))
+        return self.lm_head.forward(self.model.forward(batch, attn, pool), out)
 
 
 def _mlp(config: ModelConfig, layer: int, dtype: torch.dtype, comm: Communicator) -> MLP | MoeMLP:

@@ -8,6 +8,7 @@ import pytest
 
 from minisgl.bench import offline
 from minisgl.config import UsageError
+from minisgl.llm.answers import StepTimes
 from tests import tiny
 
 
@@ -24,13 +25,31 @@ def parsed(*argv: str) -> argparse.Namespace:
 
 
 def test_the_nano_workload_is_256_sequences_of_100_to_1024_tokens_each_way() -> None:
-    load = offline.workload(parsed("--workload", "nano"))
-    assert load == offline.Workload(256, (100, 1024), (100, 1024))
+    loads = offline.workloads(parsed("--workload", "nano"))
+    assert loads == {"nano": offline.Workload(256, (100, 1024), (100, 1024))}
 
 
 def test_flags_change_a_workload() -> None:
-    load = offline.workload(parsed("--workload", "nano", "--num-prompts", "3"))
-    assert load == offline.Workload(3, (100, 1024), (100, 1024))
+    loads = offline.workloads(parsed("--workload", "nano", "--num-prompts", "3"))
+    assert loads == {"nano": offline.Workload(3, (100, 1024), (100, 1024))}
+
+
+def test_several_workloads_run_one_after_the_other_and_a_wrong_name_is_told() -> None:
+    loads = offline.workloads(parsed("--workload", "decode-8,prefill-1x128"))
+    assert list(loads) == ["decode-8", "prefill-1x128"]
+    with pytest.raises(argparse.ArgumentTypeError, match="'nono' is none of small, nano"):
+        offline.workload_names("nano,nono")
+
+
+def test_prefill_ends_when_every_request_has_its_first_token() -> None:
+    times = [
+        StepTimes(seconds=1.0, tokens=0, first_tokens=0),
+        StepTimes(seconds=2.0, tokens=2, first_tokens=2),
+        StepTimes(seconds=4.0, tokens=3, first_tokens=1),
+        StepTimes(seconds=8.0, tokens=3, first_tokens=0),
+    ]
+    assert offline.first_token_seconds(times, 2) == 3.0
+    assert offline.first_token_seconds(times, 3) == 7.0
 
 
 def test_requests_are_those_of_the_seed_and_never_end_early() -> None:
@@ -53,6 +72,26 @@ def test_a_model_is_measured(tmp_path: Path) -> None:
     assert figures["output_tokens"] == 15
     assert figures["output_tokens_per_second"] > 0
     assert figures["step_seconds"]["count"] == figures["steps"] >= 5
+    assert figures["prefill_seconds"] + figures["decode_seconds"] <= figures["seconds"]
+    assert figures["decode_tokens_per_second"] > 0
+
+
+def test_dummy_weights_need_no_tokenizer_and_several_workloads_share_an_engine(
+    tmp_path: Path,
+) -> None:
+    folder = tiny.build_tiny(tmp_path / "model")
+    only = tmp_path / "only"
+    only.mkdir()
+    (only / "config.json").write_bytes((folder / "config.json").read_bytes())
+    report, trace = tmp_path / "report.json", tmp_path / "trace.json"
+    flags = ("--prompt-tokens", "4", "--output-tokens", "6", "--repeat", "3")
+    profile = ("--profile", str(trace), "--profile-steps", "2-4", "--json", str(report))
+    names = ("--workload", "decode-1,decode-8", "--load-format", "dummy")
+    assert run("--model", str(only), *names, *flags, *profile) == 0
+    runs = json.loads(report.read_text())["runs"]
+    assert [one["output_tokens"] for one in runs] == [6, 48]
+    assert all(len(one["all_seconds"]) == 3 for one in runs)
+    assert json.loads(trace.read_text())["traceEvents"]
 
 
 def test_step_times_are_reported_at_each_length(

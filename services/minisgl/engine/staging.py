@@ -1,0 +1,109 @@
+"""All host arrays of a step in one block of bytes, which reaches the device in one copy.
+
+A copy from pinned memory is asynchronous: the block must not change before the device has read it.
+So there are several blocks, used in turn, and an event for each says when its copy is over.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Array = npt.NDArray[Any]
+_ALIGN = 16
+
+_TORCH_TYPES: dict[np.dtype[Any], torch.dtype] = {
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.uint8): torch.uint8,
+}
+
+
+class Layout:
+    """Where named arrays lie in a block: each starts at a multiple of 16 bytes."""
+
+    def __init__(self, fields: Iterable[tuple[str, type[np.generic], int]], start: int = 0) -> None:
+        """`fields` are (name, type, length); the first one lies at `start` bytes or behind it."""
+        self._places: dict[str, tuple[int, int, np.dtype[Any]]] = {}
+        at = start
+        for name, kind, length in fields:
+            dtype = np.dtype(kind)
+            at += -at % _ALIGN
+            self._places[name] = (at, at + length * dtype.itemsize, dtype)
+            at += length * dtype.itemsize
+        self.end = at
+        """Bytes from the start of the block to the end of the last array."""
+
+    def arrays(self, block: npt.NDArray[np.uint8]) -> dict[str, Array]:
+        """The arrays as views of a block on the host."""
+        return {name: block[a:b].view(t) for name, (a, b, t) in self._places.items()}
+
+    def tensors(self, block: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The arrays as views of a block of bytes on the device."""
+        return {name: block[a:b].view(_TORCH_TYPES[t]) for name, (a, b, t) in self._places.items()}
+
+
+def upload(array: Array, device: torch.device) -> torch.Tensor:
+    """A copy on the device that the host does not wait for; torch keeps the pinned memory until
+    the device has read it."""
+    tensor = torch.from_numpy(array)
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class Event(Protocol):
+    """What a CUDA event does."""
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class _NoEvent:
+    """On a CPU a copy is over when it returns."""
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+def new_event(device: torch.device) -> Event:
+    """An event of the current stream; on a CPU one that has always happened."""
+    event: Event = torch.cuda.Event() if device.type == "cuda" else _NoEvent()  # type: ignore[no-untyped-call]
+    return event
+
+
+class Staging:
+    """Blocks of `size` bytes in pinned memory, and the one on the device that they are copied to.
+
+    The device reads and overwrites its block in stream order, so one is enough there. Views of it
+    stay valid, which CUDA graphs rely on.
+    """
+
+    def __init__(self, size: int, device: torch.device, blocks: int = 3) -> None:
+        self.size = size
+        self._pinned = [
+            torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+            for _ in range(blocks)
+        ]
+        self._arrays: list[npt.NDArray[np.uint8]] = [block.numpy() for block in self._pinned]
+        self._read = [new_event(device) for _ in range(blocks)]
+        self._next = 0
+        self.block = torch.zeros(size, dtype=torch.uint8, device=device)
+
+    def begin(self) -> tuple[int, npt.NDArray[np.uint8]]:
+        """(Number, bytes) of a block to fill: waits until the device has read what it held."""
+        number, self._next = self._next, (self._next + 1) % len(self._pinned)
+        self._read[number].synchronize()
+        return number, self._arrays[number]
+
+    def send(self, number: int, size: int) -> None:
+        """Queue the copy of a block's first `size` bytes on the current stream."""
+        self.block[:size].copy_(self._pinned[number][:size], non_blocking=True)
+        self._read[number].record()
