@@ -20,8 +20,12 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "reliability.md"
 
 
 def free_port(first: int | None = None) -> int:
-    """Below the ephemeral range: a client that redials there could connect to itself."""
-    for port in range(first or 20000 + os.getpid() % 5000, 32000):
+    """Below the ephemeral range: a client that redials there could connect to itself.
+
+    Processes that look at the same time, such as pytest's workers, have neighbouring numbers: they
+    begin far enough from each other.
+    """
+    for port in range(first or 20000 + os.getpid() * 61 % 5000, 32000):
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
@@ -38,10 +42,16 @@ def documented_rules(service: str) -> list[str]:
     return line[1].replace("SERVICE", service).replace(">PASSWORD", ">first").split()
 
 
+def guarded_blocks() -> list[str]:
+    """What the page about reliability says to type for a guarded Redis, block by block."""
+    section = PAGE.read_text().partition("\n## A guarded Redis\n")[2].partition("\n## ")[0]
+    return re.findall(r"^```sh\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+
+
 class RedisServer:
     """`redis-server` (or VALKEY_SERVER) with a password and an append-only file, as a context.
 
-    It speaks TLS alone if it gets a folder with `ca.crt`, `server.crt` and `server.key`.
+    It speaks TLS alone if it gets a folder with `ca.crt`, `redis.crt` and `redis.key`.
     """
 
     def __init__(self, certificates: Path | None = None) -> None:
@@ -55,8 +65,8 @@ class RedisServer:
             self._listen = [
                 "--port", "0", "--tls-port", str(self.port), "--tls-auth-clients", "no",
                 "--tls-ca-cert-file", str(certificates / "ca.crt"),
-                "--tls-cert-file", str(certificates / "server.crt"),
-                "--tls-key-file", str(certificates / "server.key"),
+                "--tls-cert-file", str(certificates / "redis.crt"),
+                "--tls-key-file", str(certificates / "redis.key"),
             ]  # fmt: skip
         self.folder = Path(tempfile.mkdtemp(prefix="redis-"))
         """Its data and its log; gone at the end."""

@@ -3,17 +3,18 @@
 import contextlib
 import os
 import random
-import re
 import signal
 import subprocess
+import sys
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import redis
 
 from tests.deployment import Deployment, Ended, Streams, T
 from tests.faults import (
@@ -29,7 +30,13 @@ from tests.faults import (
     redis_restarts,
     terminate,
 )
-from tests.redis_server import PASSWORD, RedisServer
+from tests.redis_server import (
+    PASSWORD,
+    RedisServer,
+    documented_rules,
+    free_port,
+    guarded_blocks,
+)
 from tests.support import metrics, wait_until
 from tests.tiny import build_tiny
 
@@ -37,7 +44,6 @@ pytestmark = [pytest.mark.redis, pytest.mark.slow]
 
 TOKENS = 400
 QUEUED = 16
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
 
 
 @pytest.fixture(scope="module")
@@ -313,28 +319,12 @@ class TestTwoGroups:
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A certificate authority of one's own and a server's certificate for 127.0.0.1."""
+    """A certificate authority of one's own and a server's certificate, made as the page says."""
     folder = tmp_path_factory.mktemp("tls")
-
-    def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
-
-    new = ["-newkey", "rsa:2048", "-nodes", "-days", "2"]
-    openssl("req", "-x509", *new, "-keyout", "ca.key", "-out", "ca.crt", "-subj", "/CN=test ca")
-    openssl("req", *new[:-2], "-keyout", "server.key", "-out", "server.csr", "-subj", "/CN=redis")
-    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
-    openssl(
-        "x509", "-req", "-in", "server.csr", "-CA", "ca.crt", "-CAkey", "ca.key",
-        "-CAcreateserial", "-days", "2", "-extfile", "names", "-out", "server.crt",
-    )  # fmt: skip
+    subprocess.run(
+        ["bash", "-ec", guarded_blocks()[0]], cwd=folder, check=True, capture_output=True
+    )
     return folder
-
-
-def documented_rules(service: str) -> list[str]:
-    """The rules of the ACL user, as the page about reliability gives them."""
-    line = re.search(r"^ACL SETUSER minisgl (.*)$", PAGE.read_text(), re.MULTILINE)
-    assert line is not None
-    return line[1].replace("SERVICE", service).replace(">PASSWORD", ">first").split()
 
 
 def start_with_user(server: RedisServer) -> None:
@@ -432,3 +422,80 @@ class TestGuardedRedis:
         # Without another group a rank computes first what it holds.
         assert service.stop(60) == [], service.logs()
         assert all(end.finish == "length" or end.error for end in streams.results())
+
+
+class AsWritten:
+    """What the page says about a guarded Redis, typed in a folder of its own; a context."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self._folder = folder
+        self._model = model
+        self._port = free_port()
+        self._groups: list[int] = []
+        self.url = f"http://127.0.0.1:{free_port(self._port + 1)}"
+
+    def type(self, block: str) -> None:
+        """Run one block with this machine's ports, and a small model."""
+        gateway_port = self.url.rpartition(":")[2]
+        for said, meant in {
+            "6379": str(self._port),
+            "SERVICE": "local",
+            "MODEL": str(self._model),
+            "minisgl gateway": f"minisgl gateway --port {gateway_port}",
+            "minisgl engine": "minisgl engine --device cpu --num-pages 1000",
+        }.items():
+            block = block.replace(said, meant)
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        with self.log.open("ab") as log:
+            shell = subprocess.Popen(
+                ["bash", "-ec", block], cwd=self._folder, stdout=log, stderr=log,
+                env=os.environ | {"PATH": path}, start_new_session=True,
+            )  # fmt: skip
+        self._groups.append(shell.pid)
+        assert shell.wait(30) == 0, self.said()
+
+    @property
+    def log(self) -> Path:
+        return self._folder / "log"
+
+    def said(self) -> str:
+        return self.log.read_text()[-4000:]
+
+    def redis(self) -> redis.Redis:
+        """Its administrator."""
+        return redis.Redis(
+            host="127.0.0.1", port=self._port, username="default", password="ADMIN-PASSWORD",
+            ssl=True, ssl_ca_certs=str(self._folder / "ca.crt"),
+        )  # fmt: skip
+
+    def answers(self, ask: Callable[[], bool]) -> bool:
+        try:
+            return ask()
+        except (httpx.HTTPError, redis.RedisError):
+            return False
+
+    def __enter__(self) -> "AsWritten":
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        for group in reversed(self._groups):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+
+
+def test_a_guarded_redis_serves_as_the_page_says(tiny: Path, tmp_path: Path) -> None:
+    certificate, server, user, workers = guarded_blocks()
+    with AsWritten(tmp_path, tiny) as page, page.redis() as admin:
+        page.type(certificate)
+        page.type(server)
+        wait_until(lambda: page.answers(admin.ping), 20, page.said)
+        page.type(user)
+        page.type(workers)
+        ready = f"{page.url}/ready"
+        wait_until(lambda: page.answers(lambda: httpx.get(ready).is_success), 60, page.said)
+        body = {"model": str(tiny), "prompt": "river", "max_tokens": 4, "ignore_eos": True}
+        answer = httpx.post(f"{page.url}/v1/completions", json=body, timeout=30).json()
+        assert answer["usage"]["completion_tokens"] == 4
+        assert {client["user"] for client in admin.client_list()} == {"default", "minisgl"}
+        assert not admin.acl_log()
+    assert "user minisgl on" in (tmp_path / "users.acl").read_text()
