@@ -9,6 +9,7 @@ from minisgl.layers.base import META, BaseOP, Piece
 from minisgl.layers.linear import Linear
 from minisgl.layers.sharding import Shard
 from minisgl.moe.experts import route, run_experts
+from minisgl_kernels.moe import MoeKernels, moe_kernels
 
 
 class Experts(BaseOP):
@@ -46,11 +47,30 @@ class MoeMLP(BaseOP):
         self.gate = Linear(hidden, experts, False, dtype)
         self.experts = Experts(experts, hidden, width, shard, dtype)
         self._top_k, self._normalise, self._comm = top_k, normalise, comm
+        self._compiled: MoeKernels | None = None
+
+    @property
+    def captures(self) -> bool:
+        """Whether a CUDA graph can hold it: torch must ask the device how many rows an expert has.
+
+        Asked on a GPU only.
+        """
+        return moe_kernels() is not None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x is [T, hidden]; so is the result, whole on every rank."""
-        weights, ids = route(self.gate.forward(x), self._top_k, self._normalise)
-        experts = self.experts
-        out = run_experts(x, experts.gate_up_proj, experts.down_proj, weights, ids)
+        kernels = self._kernels() if x.is_cuda else None
+        scores, experts = self.gate.forward(x), self.experts
+        choose = kernels.route if kernels else route
+        weights, ids = choose(scores, self._top_k, self._normalise)
+        run = kernels.run_experts if kernels else run_experts
+        out = run(x, experts.gate_up_proj, experts.down_proj, weights, ids)
         self._comm.all_reduce(out)
         return out
+
+    def _kernels(self) -> MoeKernels | None:
+        """Compiled at the first forward, which no graph captures."""
+        if self._compiled is None and (kernels := moe_kernels()) is not None:
+            kernels.compile_for(self.experts.gate_up_proj, self.experts.down_proj, self._top_k)
+            self._compiled = kernels
+        return self._compiled
