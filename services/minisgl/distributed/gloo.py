@@ -22,6 +22,9 @@ class GlooCommunicator(Communicator):
     groups can live in one process.
     """
 
+    _group: Any
+    _store: Any
+
     def __init__(
         self,
         init_method: str,
@@ -96,7 +99,7 @@ class GlooCommunicator(Communicator):
             if self._address
             else c10d.ProcessGroupGloo.create_default_device()
         ]
-        self._group: Any = c10d.ProcessGroupGloo(store, self.rank, self.size, options)
+        self._group = c10d.ProcessGroupGloo(store, self.rank, self.size, options)
         self.barrier()
 
     def _wait(self, start: Callable[[], Any]) -> None:
