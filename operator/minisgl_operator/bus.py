@@ -60,6 +60,10 @@ class Address:
     """PEM of the certificate authority; None: the system's."""
     managed: bool = True
 
+    def same_place(self, other: "Address") -> bool:
+        """Whether it leads to the same Redis and keys, whoever asks."""
+        return other == replace(self, password=other.password, ca=other.ca)
+
 
 @dataclass(slots=True)
 class _Seen:
@@ -72,7 +76,8 @@ class _Seen:
 class Reader:
     """Reads one object's bus until it is closed; `bus` is what it last saw.
 
-    `changed` is called when a reading differs from the one before in more than figures.
+    `changed` is called when a reading differs from the one before in more than figures. `before`:
+    a reader of the same Redis with another password or authority, whose readings go on here.
     """
 
     def __init__(
@@ -80,6 +85,7 @@ class Reader:
         address: Address,
         changed: Callable[[], None],
         *,
+        before: "Reader | None" = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.address = address
@@ -96,6 +102,9 @@ class Reader:
         self._said_nothing = True
         """Whether that sentence is a mere time-out's."""
         self._bus = Bus("starting")
+        if before is not None:
+            self._bus, self._seen, self._ever = before._bus, before._seen, before._ever
+            self._last_read, self._started = before._last_read, before._started
         self._client = _client(address)
         self._task = asyncio.create_task(self._run(), name=f"bus {address.service}")
 

@@ -326,10 +326,13 @@ class Task:
     async def _follow_bus(self, obj: MiniSGLang, password: str | None, now: float) -> None:
         """Keep a reader on the address that the spec names now; none while there is no Redis."""
         address = None if obj.spec.suspend else await self._address(obj, password, now)
-        if self._reader is not None and self._reader.address != address:
+        before = self._reader
+        if before is not None and before.address != address:
             await self._close_reader()
+            if address is None or not address.same_place(before.address):
+                before = None
         if self._reader is None and address is not None:
-            self._reader = bus.Reader(address, self.wake)
+            self._reader = bus.Reader(address, self.wake, before=before)
 
     async def _address(
         self, obj: MiniSGLang, password: str | None, now: float

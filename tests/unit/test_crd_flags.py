@@ -82,6 +82,22 @@ def test_a_flag_takes_whatever_its_field_admits(
             assert got == type(got)(value), f"{command} {flag}={value}"  # type: ignore[call-arg]
 
 
+def test_an_engine_flag_has_a_field_or_is_the_operators_or_one_for_extra_args() -> None:
+    crd = (ROOT / "helm" / "minisglang" / "templates" / "crd.yaml").read_text()
+    (refused,) = re.findall(r"a\.matches\('(.+?)'\)", crd)
+    parser = Parser(prog="minisgl")
+    add_engine(parser)
+    flags = {name for action in parser._actions for name in action.option_strings}
+    own = {flag for _, commands, flag, _ in FLAGS if "engine" in commands and flag != "--device"}
+    assert {flag for flag in own & flags if not re.match(refused, f"{flag}=1")} == set()
+    free = {flag for flag in flags if not re.match(refused, flag)}
+    assert {
+        "--cuda-graph-max-bs", "--disable-overlap-scheduling", "--disable-pynccl", "--num-pages",
+        "--cache-type", "--load-format", "--schedule", "--quantization", "--seed",
+    } <= free  # fmt: skip
+    assert not {flag for flag in free if flag in {"--device", *own}}
+
+
 def test_the_design_lists_the_same_fields_and_flags() -> None:
     page = (ROOT / "docs/design.md").read_text("utf-8")
     section = page.partition("## Fields of the custom resource and their flags")[2]

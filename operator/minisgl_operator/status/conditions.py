@@ -360,7 +360,8 @@ def _transport(survey: Survey) -> Iterator[Condition]:
         if rank0 is None:
             continue
         chosen[index] = rank0.transport
-        if "Socket" in rank0.transport.split(", "):  # not "Socket between nodes"
+        ways = rank0.transport.split(", ")  # such as "P2P/CUMEM", or "NET/IB/0 between nodes"
+        if any("Socket" in way.split("/") for way in ways if " between " not in way):
             slow.append(index)
     if slow:
         yield Condition(

@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import NoReturn
 
 import pytest
@@ -213,6 +214,20 @@ async def test_a_bus_that_closes_the_door_is_told_at_once() -> None:
     async with failing() as lines:
         lines.reader.take([rank0()], {}, full=False)
         assert lines.after(CLOSED) == [("unreachable", str(CLOSED))]
+
+
+async def test_another_password_is_no_reason_to_begin_anew() -> None:
+    clock = Clock()
+    async with reading(free_port(), "old", clock=clock) as first:
+        first.take([rank0()], {}, full=False)
+        clock.now += 2.0
+        first.take([rank0()], {}, full=False)
+        address = replace(first.address, password="new")
+        assert address.same_place(first.address)
+        assert not replace(address, host="other").same_place(first.address)
+        second = Reader(address, lambda: None, before=first, clock=clock)
+        assert second.bus == first.bus and second.bus.workers[0].silent == 2.0
+        await second.close()
 
 
 async def test_failures_in_turns_are_one_sentence() -> None:

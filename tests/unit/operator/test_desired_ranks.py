@@ -1,11 +1,15 @@
 """Rank pods and the sets of groups."""
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from minisgl.cli.flags import Parser, from_args
+from minisgl.cli.services import add_engine
+from minisgl.config import EngineConfig
 from minisgl_operator import names
 from minisgl_operator.desired import group
 from minisgl_operator.desired.parts import HEALTH
@@ -66,6 +70,25 @@ def test_engine_fields_that_are_unset_are_left_to_the_engine() -> None:
     given = args({"model": HUB, "engine": engine})
     assert (given["dtype"], given["max-seq-len"]) == ("float16", "4096")
     assert (given["memory-ratio"], given["page-size"]) == ("0.85", "16")
+
+
+def test_what_tunes_an_engine_for_a_gpu_reaches_the_command_line() -> None:
+    engine = {
+        "attentionBackend": "fa,fi", "pageSize": 64, "memoryRatio": "0.92", "dtype": "bfloat16",
+        "maxRunningRequests": 512, "maxPrefillTokens": 16384,
+        "extraArgs": ["--cuda-graph-max-bs=64", "--disable-pynccl", "--schedule=mixed"],
+    }  # fmt: skip
+    parser = Parser(prog="minisgl")
+    add_engine(parser)
+    words = main_container(rank_set({"model": HUB, "engine": engine}))["args"]
+    words = [word.replace("$(MINISGL_POD_INDEX)", "0") for word in words[1:]]
+    settings = from_args(EngineConfig, parser.parse_args(words))
+    assert settings == replace(
+        settings,
+        device="cuda", attention_backend="fa,fi", page_size=64, memory_ratio=0.92,
+        dtype="bfloat16", max_running_requests=512, max_prefill_tokens=16384,
+        cuda_graph_max_bs=64, pynccl=False, schedule="mixed",
+    )  # fmt: skip
 
 
 def test_further_flags_come_last() -> None:

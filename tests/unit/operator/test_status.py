@@ -404,6 +404,11 @@ def test_an_http_route_that_its_gateway_refuses_says_so() -> None:
         ("Socket between nodes", ("True", "Measured")),
         ("Socket", ("False", "SocketWithinNode")),
         ("SHM, Socket, IB between nodes", ("False", "SocketWithinNode")),
+        ("P2P/CUMEM", ("True", "Measured")),
+        ("P2P/CUMEM, SHM/direct, NET/IB/0/GDRDMA between nodes", ("True", "Measured")),
+        ("P2P/IPC, NET/Socket/0 between nodes", ("True", "Measured")),
+        ("NET/Socket/0", ("False", "SocketWithinNode")),
+        ("gloo/10.0.0.1", ("True", "Measured")),
     ],
 )
 def test_fast_transport(transport: str, expected: tuple[str, str]) -> None:
