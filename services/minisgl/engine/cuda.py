@@ -87,8 +87,9 @@ def fill_tokens(arrays: dict[str, Array], step: StepInput) -> None:
 class _Slot:
     """A place in pinned memory for the tokens of one step."""
 
-    def __init__(self, size: int) -> None:
-        self.tensor = torch.zeros(size, dtype=torch.int32, pin_memory=True)
+    def __init__(self, size: int, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self.tensor = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
         self.array = self.tensor.numpy()
         self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.output: CudaOutput | None = None
@@ -151,7 +152,7 @@ class CudaRunner:
         fields = request_fields(max_requests) + token_fields(max_requests, max_tokens)
         room = Layout(fields).end + WRITES_AT_ONCE * _WRITE_BYTES + 256
         self._staging = Staging(room, self._device)
-        self._slots = [_Slot(max_requests) for _ in range(RESULTS)]
+        self._slots = [_Slot(max_requests, self._device) for _ in range(RESULTS)]
         self._next_slot = 0
         self._computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._copied: torch.cuda.Event | None = None

@@ -63,12 +63,11 @@ class KVPool:
 
     def store(self, layer: int, k: torch.Tensor, v: torch.Tensor, out_loc: torch.Tensor) -> None:
         """Write k and v [T, kv_heads, head_dim] to the slots out_loc [T] of one layer."""
-        if k.is_cuda:
-            if (kernel := store_kv_function()) is not None:
-                with contextlib.suppress(KernelUnavailable):  # of this width
-                    kernel(k, v, self._k[layer], self._v[layer], out_loc)
-                    return
-            out_loc = out_loc.long()
+        if k.is_cuda and (kernel := store_kv_function()) is not None:
+            with contextlib.suppress(KernelUnavailable):  # of this width
+                kernel(k, v, self._k[layer], self._v[layer], out_loc)
+                return
+        out_loc = out_loc.long()
         self._k[layer].index_copy_(0, out_loc, k)
         self._v[layer].index_copy_(0, out_loc, v)
 
