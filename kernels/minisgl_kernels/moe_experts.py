@@ -37,13 +37,18 @@ SIZES = (FEW, SMALL, MEDIUM, LARGE)
 """Of `gate_up`, whose blocks are n columns of each of the two, and of `down`."""
 
 
-def choose_blocks(rows: int, experts: int) -> tuple[Blocks, Blocks]:
+def sizes_for(dtype: torch.dtype) -> tuple[tuple[Blocks, Blocks], ...]:
+    """Those that fit into shared memory, smallest first."""
+    return SIZES if dtype.itemsize == 2 else SIZES[:-1]
+
+
+def choose_blocks(rows: int, experts: int, dtype: torch.dtype) -> tuple[Blocks, Blocks]:
     """By the rows that an expert has on the average."""
     if rows <= 32:
         return FEW
     if rows <= 24 * experts:
         return SMALL
-    return MEDIUM if rows <= 128 * experts else LARGE
+    return MEDIUM if rows <= 128 * experts else sizes_for(dtype)[-1]
 
 
 def run_experts(
@@ -62,7 +67,7 @@ def run_experts(
     """
     (tokens, hidden), (experts, _, width), top_k = x.shape, down.shape, ids.shape[1]
     rows = tokens * top_k
-    wide, back = blocks or choose_blocks(rows, experts)
+    wide, back = blocks or choose_blocks(rows, experts, x.dtype)
     places, block_experts, used = align(ids, experts, wide.m)
     most = max_blocks(rows, experts, wide.m)
     inner = torch.empty(rows, width, dtype=x.dtype, device=x.device)

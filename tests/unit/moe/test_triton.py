@@ -84,6 +84,7 @@ def test_each_token_gets_the_sum_of_its_experts_in_blocks_of_any_size(
 
 
 def test_blocks_grow_with_the_rows_of_an_expert() -> None:
-    sizes = [moe_experts.choose_blocks(n, 128)[0].m for n in (8, 2048, 8192, 65536)]
+    sizes = [moe_experts.choose_blocks(n, 128, torch.bfloat16)[0].m for n in (8, 2048, 8192, 65536)]
     assert sizes == [16, 16, 64, 128]
+    assert moe_experts.choose_blocks(65536, 128, torch.float32)[0].m == 64
     assert all(wide.m == down.m for wide, down in moe_experts.SIZES)
