@@ -36,6 +36,9 @@ CACHE_ENV = {
     "XDG_CACHE_HOME": f"{CACHE}/xdg",
     "HF_HOME": f"{CACHE}/huggingface",
 }
+NO_GPU_ENV = {"NVIDIA_VISIBLE_DEVICES": "void"}
+"""Images made for CUDA ask for all GPUs of the node, and for a driver: where NVIDIA's runtime is
+the default, a pod that requests no GPU would see those of others."""
 OFFLINE_ENV = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 """Only a download speaks to the hub."""
 

@@ -161,11 +161,12 @@ def _template(
             "drain-seconds": parts.drain_seconds(grace),
         }
     )
+    environment = {**parts.CACHE_ENV, **parts.OFFLINE_ENV, **parts.NO_GPU_ENV}
     main = parts.container(
         obj, role, revision.image, resources,
         {
             **parts.command([role, *shared, *arguments], health=health, find=source.find),
-            "env": [parts.POD_NAME, *parts.env({**parts.CACHE_ENV, **parts.OFFLINE_ENV})],
+            "env": [parts.POD_NAME, *parts.env(environment)],
             "volumeMounts": [*scratch_mounts, *bus.mounts, *source.mounts, *mounts],
             **container,
         },

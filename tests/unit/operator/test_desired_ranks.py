@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from minisgl.cli.flags import Parser, from_args
 from minisgl.cli.services import add_engine
@@ -15,6 +16,7 @@ from minisgl_operator.desired import group
 from minisgl_operator.desired.parts import HEALTH
 from tests.unit.operator.cases import CASES, HUB, SETTINGS, main_container, pod, rank_set
 
+EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*/minisglang.yaml"))
 TP2 = {"model": HUB, "parallelism": {"tensor": 2}}
 CPU = {"model": HUB, "engine": {"device": "cpu"}}
 
@@ -23,6 +25,16 @@ def args(spec: dict[str, Any], **more: Any) -> dict[str, str]:
     words = main_container(rank_set(spec, **more))["args"]
     assert words[0] == "engine"
     return dict(word.removeprefix("--").partition("=")[::2] for word in words[1:])
+
+
+def engine_settings(spec: dict[str, Any]) -> EngineConfig:
+    """What the engine makes of the command line of a rank's container."""
+    parser = Parser(prog="minisgl")
+    add_engine(parser)
+    words = main_container(rank_set(spec))["args"]
+    words = [word.replace("$(MINISGL_POD_INDEX)", "0") for word in words[1:]]
+    found: EngineConfig = from_args(EngineConfig, parser.parse_args(words))
+    return found
 
 
 def shared_memory(spec: dict[str, Any]) -> tuple[Any, Any]:
@@ -78,17 +90,21 @@ def test_what_tunes_an_engine_for_a_gpu_reaches_the_command_line() -> None:
         "maxRunningRequests": 512, "maxPrefillTokens": 16384,
         "extraArgs": ["--cuda-graph-max-bs=64", "--disable-pynccl", "--schedule=mixed"],
     }  # fmt: skip
-    parser = Parser(prog="minisgl")
-    add_engine(parser)
-    words = main_container(rank_set({"model": HUB, "engine": engine}))["args"]
-    words = [word.replace("$(MINISGL_POD_INDEX)", "0") for word in words[1:]]
-    settings = from_args(EngineConfig, parser.parse_args(words))
+    settings = engine_settings({"model": HUB, "engine": engine})
     assert settings == replace(
         settings,
         device="cuda", attention_backend="fa,fi", page_size=64, memory_ratio=0.92,
         dtype="bfloat16", max_running_requests=512, max_prefill_tokens=16384,
         cuda_graph_max_bs=64, pynccl=False, schedule="mixed",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=[file.parent.name for file in EXAMPLES])
+def test_the_ranks_of_every_example_have_a_command_that_the_engine_takes(file: Path) -> None:
+    for one in yaml.safe_load_all(file.read_text()):
+        if one["kind"] == "MiniSGLang":
+            settings = engine_settings(one["spec"])
+            assert settings.device == one["spec"].get("engine", {}).get("device", "cuda")
 
 
 def test_further_flags_come_last() -> None:

@@ -14,6 +14,7 @@ from tests.unit.operator.cases import (
     main_container,
     of,
     pod,
+    rank_set,
     settled,
     want,
 )
@@ -147,6 +148,14 @@ def test_an_external_redis_without_a_password_is_reached_without_one() -> None:
 def test_each_worker_is_known_by_the_name_of_its_pod(role: str) -> None:
     given = args({"model": HUB}, role)
     assert given["id"] == given["pod"] == "$(POD_NAME)"
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_role_that_computes_nothing_sees_no_gpu_of_its_node(role: str) -> None:
+    environment = main_container(deployment({"model": HUB}, role))["env"]
+    assert {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"} in environment
+    ranks = main_container(rank_set({"model": HUB}))["env"]
+    assert "NVIDIA_VISIBLE_DEVICES" not in {one["name"] for one in ranks}
 
 
 @pytest.mark.parametrize("role", ROLES)
