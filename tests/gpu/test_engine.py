@@ -1,0 +1,263 @@
+"""The CUDA engine on tiny models: logits against float32, and tokens whatever the settings.
+
+In bfloat16 the same sum in another order is another number, so settings are compared by how far
+their outputs agree. In float32 with the torch operations nothing may differ.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from minisgl import LLM, SamplingParams
+from minisgl.config import UsageError
+from minisgl.scheduler import integrity
+from tests.tiny import build_tiny, reference_logits
+
+OUTPUT = 24
+GREEDY = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
+SIZES = (1, 4, 40, 23, 17, 40, 129, 64, 3, 200)
+SHAPES = {
+    "qwen3-64": ("qwen3", {"head_dim": 64, "hidden_size": 128}),
+    "llama-128": (
+        "llama",
+        {"head_dim": 128, "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2},
+    ),
+}
+Folders = dict[str, Path]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    root = tmp_path_factory.mktemp("models")
+    return {
+        name: build_tiny(root / name, family, seed=3, **changes)
+        for name, (family, changes) in SHAPES.items()
+    }
+
+
+def prompts() -> list[list[int]]:
+    g = torch.Generator().manual_seed(5)
+    return [torch.randint(4, 200, (n,), generator=g).tolist() for n in SIZES]
+
+
+def on_cuda(folder: Path, **options: Any) -> LLM:
+    defaults: dict[str, Any] = {
+        "device": "cuda", "dtype": "bfloat16", "num_pages": 4096, "max_running_requests": 16,
+    }  # fmt: skip
+    return LLM(folder, **(defaults | options))
+
+
+def tokens(llm: LLM, params: SamplingParams | Sequence[SamplingParams] = GREEDY) -> list[list[int]]:
+    outputs = [o.token_ids for o in llm.generate(prompts(), params)]
+    integrity.check(llm._scheduler)
+    return outputs
+
+
+def agreement(one: list[list[int]], other: list[list[int]]) -> float:
+    """Mean share of each output that is equal from its start."""
+    shares = []
+    for a, b in zip(one, other, strict=True):
+        assert len(a) == len(b)
+        same = np.array(a) == np.array(b)
+        shares.append(float(np.cumprod(same).mean()))
+    return float(np.mean(shares))
+
+
+# --- logits --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("graphs", [None, 0], ids=["graphs", "eager"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_in_bfloat16_are_as_near_to_float32_as_those_of_transformers(
+    folders: Folders, shape: str, graphs: int | None
+) -> None:
+    folder = folders[shape]
+    sampling = SamplingParams(temperature=0.0, max_tokens=OUTPUT, logprobs=20, ignore_eos=True)
+    with on_cuda(folder, cuda_graph_max_bs=graphs) as llm:
+        outputs = llm.generate(prompts(), sampling)
+    whole = [p + o.token_ids for p, o in zip(prompts(), outputs, strict=True)]
+    exact = [logits.log_softmax(-1) for logits in reference_logits(folder, whole)]
+    rounded = _bfloat16_logprobs(folder, whole)
+    ours, theirs = [], []
+    for prompt, out, want, near in zip(prompts(), outputs, exact, rounded, strict=True):
+        assert out.logprobs is not None
+        for i, seen in enumerate(out.logprobs):
+            at = len(prompt) - 1 + i
+            ids = torch.tensor(seen.top_ids)
+            ours.append(torch.tensor(seen.top_logprobs) - want[at, ids])
+            theirs.append(near[at, ids] - want[at, ids])
+    error, allowed = (float(torch.cat(e).square().mean().sqrt()) for e in (ours, theirs))
+    print(f"{shape}: error {error:.4f}, of transformers in bfloat16 {allowed:.4f}")
+    assert error < 1.3 * allowed + 0.01
+
+
+def _bfloat16_logprobs(folder: Path, ids: list[list[int]]) -> list[torch.Tensor]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    with torch.inference_mode():
+        return [model(torch.tensor([one])).logits[0].float().log_softmax(-1) for one in ids]
+
+
+# --- settings ------------------------------------------------------------------------------------
+
+MIXED = [
+    SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=4, max_tokens=9, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=5, top_p=0.8, top_k=20, max_tokens=12, ignore_eos=True),
+    SamplingParams(temperature=0.8, seed=7, min_p=0.05, max_tokens=12, ignore_eos=True),
+    SamplingParams(
+        temperature=0.7, seed=6, max_tokens=12, frequency_penalty=1.2, presence_penalty=0.4,
+        logit_bias={7: 3.0}, ignore_eos=True,
+    ),
+    SamplingParams(temperature=0.0, max_tokens=7, repetition_penalty=1.4, ignore_eos=True),
+]  # fmt: skip
+ALL_KINDS = [*MIXED, *MIXED[:4]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"overlap_scheduling": False}, {"max_prefill_tokens": 33}, {"schedule": "mixed"}],
+    ids=lambda o: "-".join(o) or "default",
+)
+def test_float32_gives_the_tokens_of_the_cpu_for_every_kind_of_sampling(
+    folders: Folders, options: dict[str, Any]
+) -> None:
+    folder = folders["qwen3-64"]
+    with LLM(folder, dtype="float32", device="cpu") as llm:
+        expected = tokens(llm, ALL_KINDS)
+    exact = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        with on_cuda(folder, dtype="float32", attention_backend="torch", **options) as llm:
+            assert agreement(tokens(llm, ALL_KINDS), expected) > 0.98
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = exact
+
+
+@pytest.fixture(scope="module")
+def baseline(folders: Folders) -> dict[str, list[list[int]]]:
+    """Greedy tokens and, for the same prompts, samples; eager, sequential."""
+    found = {}
+    for shape, folder in folders.items():
+        with on_cuda(folder, cuda_graph_max_bs=0, overlap_scheduling=False) as llm:
+            found[shape] = tokens(llm)
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"overlap_scheduling": False},
+        {"cuda_graph_max_bs": 0},
+        {"cuda_graph_max_bs": 4},
+        {"max_prefill_tokens": 33},
+        {"cache_type": "naive"},
+        {"schedule": "mixed", "max_prefill_tokens": 48},
+        {"max_running_requests": 3},
+        {"num_pages": 20, "page_size": 64, "reserve_tokens": 2},
+    ],
+    ids=lambda o: "-".join(o) or "default",
+)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_settings_agree(
+    folders: Folders, baseline: dict[str, list[list[int]]], shape: str, options: dict[str, Any]
+) -> None:
+    with on_cuda(folders[shape], **options) as llm:
+        for _ in range(2):  # the second time from the cache
+            share = agreement(tokens(llm), baseline[shape])
+            print(f"{shape} {options}: {share:.3f}")
+            assert share > 0.8
+
+
+@pytest.mark.parametrize("page_size", [None, 16, 64, 256])
+@pytest.mark.parametrize("backend", ["torch", "fi", "fa", "fa,fi", "mini", "fa,mini", "fi,mini"])
+def test_backends_agree(
+    folders: Folders, baseline: dict[str, list[list[int]]], backend: str, page_size: int | None
+) -> None:
+    for shape, folder in folders.items():
+        try:
+            llm = on_cuda(
+                folder, attention_backend=backend, page_size=page_size,
+                num_pages=4096 if page_size is None else 65536 // page_size,
+            )  # fmt: skip
+        except UsageError as error:
+            pytest.skip(str(error))
+        with llm:
+            share = agreement(tokens(llm), baseline[shape])
+            print(f"{shape} {backend} page {llm._scheduler.cache.page_size}: {share:.3f}")
+            assert share > 0.8
+
+
+def test_overlap_changes_no_token(folders: Folders) -> None:
+    results = []
+    params = [SamplingParams(temperature=0.8, seed=i, max_tokens=OUTPUT, ignore_eos=True)
+              for i in range(len(SIZES))]  # fmt: skip
+    for overlap in (True, False):
+        with on_cuda(folders["qwen3-64"], overlap_scheduling=overlap) as llm:
+            results.append([tokens(llm, params), tokens(llm)])
+    assert results[0] == results[1]
+
+
+def test_a_seeded_sample_is_the_same_alone_and_in_a_batch(folders: Folders) -> None:
+    params = [SamplingParams(temperature=0.8, seed=i, max_tokens=OUTPUT, ignore_eos=True)
+              for i in range(len(SIZES))]  # fmt: skip
+    with on_cuda(folders["llama-128"]) as llm:
+        together = tokens(llm, params)
+        alone = [llm.generate([p], s)[0].token_ids for p, s in zip(prompts(), params, strict=True)]
+    assert agreement(together, alone) > 0.7
+
+
+# --- start and memory ----------------------------------------------------------------------------
+
+
+def test_dummy_weights_fill_the_device_and_every_admission_fits(configs: Path) -> None:
+    """At --memory-ratio 0.95, more long prompts than run at once, with all kinds of sampling."""
+    g = torch.Generator().manual_seed(1)
+    load = [torch.randint(0, 151_000, (700 + 5 * i,), generator=g).tolist() for i in range(300)]
+    kinds = [
+        SamplingParams(temperature=0.6, max_tokens=12, ignore_eos=True),
+        SamplingParams(temperature=1.0, top_p=0.9, top_k=50, max_tokens=12, ignore_eos=True),
+        SamplingParams(temperature=0.9, max_tokens=12, presence_penalty=0.5, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=12, logprobs=5, ignore_eos=True),
+    ]
+    folder = configs / "qwen3-0.6b"
+    with LLM(folder, load_format="dummy", memory_ratio=0.95, device="cuda") as llm:
+        report = llm.start_report
+        outputs = llm.generate(load, [kinds[i % 4] for i in range(len(load))])
+        free, total = torch.cuda.mem_get_info()
+        print(report, f"free {free / 2**30:.2f} GiB")
+        integrity.check(llm._scheduler)
+    assert all(len(o.token_ids) == 12 for o in outputs)
+    assert report["kv_bytes"] > 0.7 * total
+    assert report["graphs"] == 35 and report["graph_bytes"] > 0
+
+
+def test_two_models_after_each_other_find_the_same_memory(configs: Path) -> None:
+    pages, free = [], []
+    for _ in range(2):
+        free.append(torch.cuda.mem_get_info()[0])
+        with LLM(
+            configs / "qwen3-0.6b", load_format="dummy", device="cuda", cuda_graph_max_bs=2,
+            memory_ratio=0.5,
+        ) as llm:  # fmt: skip
+            pages.append(llm._scheduler.cache.num_pages)
+            llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))
+    assert free[1] > free[0] - 2**30
+    assert abs(pages[0] - pages[1]) < 0.02 * pages[0]
+
+
+def test_two_models_live_on_one_device(folders: Folders) -> None:
+    with on_cuda(folders["qwen3-64"]) as one, on_cuda(folders["llama-128"]) as other:
+        first, second = tokens(one), tokens(other)
+        assert agreement(tokens(one), first) > 0.9
+        assert agreement(tokens(other), second) > 0.9
+
+
+def test_auto_takes_the_gpu(folders: Folders) -> None:
+    with on_cuda(folders["qwen3-64"], device="auto") as llm:
+        assert llm.start_report["device"] == torch.cuda.get_device_name()
