@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from minisgl.kvcache.pool import KVPool
 
 
+BATCH_STEP = 64
+"""No two sizes of captured batches are farther apart."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionContext:
     """What a backend is made for: one rank's heads on one device."""
@@ -32,6 +36,11 @@ class AttentionContext:
     """Columns of the page table: no request is longer."""
     capability: tuple[int, int] | None = None
     """Compute capability of a CUDA device; None on others."""
+
+    @property
+    def max_batch(self) -> int:
+        """Most requests that buffers of a step hold: a captured batch is filled up."""
+        return -(-self.max_running // BATCH_STEP) * BATCH_STEP
 
     @property
     def max_pages(self) -> int:
@@ -94,7 +103,7 @@ class AttentionBackend(ABC):
     """
 
     page_sizes: ClassVar[tuple[int, ...]] = ()
-    """Page sizes that it can read; empty: any."""
+    """Page sizes that it can read, the default one too; empty: any."""
     default_page_size: ClassVar[int] = 1
     captures: ClassVar[bool] = False
     """Its decode can be part of a CUDA graph."""

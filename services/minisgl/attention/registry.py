@@ -1,21 +1,32 @@
 """The attention backends, one line an entry, and the choice among them."""
 
+import logging
 from collections.abc import Sequence
 
 import torch
 
 from minisgl.attention.base import AttentionBackend, AttentionContext, ForwardBatch
+from minisgl.attention.fa_backend import FlashAttentionBackend
+from minisgl.attention.fi_backend import FlashInferBackend
+from minisgl.attention.mini_backend import MiniBackend
 from minisgl.attention.torch_backend import TorchBackend
+from minisgl.attention.trtllm_backend import TrtllmBackend
 from minisgl.config import UsageError
 from minisgl.kvcache.pool import KVPool
 
 BACKENDS: dict[str, type[AttentionBackend]] = {
     "torch": TorchBackend,
+    "fi": FlashInferBackend,
+    "fa": FlashAttentionBackend,
+    "trtllm": TrtllmBackend,
+    "mini": MiniBackend,
 }
 """Each by its name in `--attention-backend`."""
 
-ANNOUNCED = ("cpu", "fi", "fa", "trtllm")
+ANNOUNCED = ("cpu",)
 """Names that this build does not have."""
+
+_log = logging.getLogger(__name__)
 
 
 class HybridBackend(AttentionBackend):
@@ -79,25 +90,21 @@ def backend_names(name: str, capability: tuple[int, int] | None) -> tuple[str, .
 
 
 def choose_page_size(names: Sequence[str], requested: int | None) -> int:
-    """`--page-size` if all of these backends can read it; without one, what the last one wants.
+    """`--page-size` where these backends can read it; without one, what the last of them wants.
 
-    `UsageError` lists what they can read.
+    A size that one of them cannot read gives way, with a warning, to that one's default.
     """
     backends = [BACKENDS[name] for name in names]
-    limited = [set(b.page_sizes) for b in backends if b.page_sizes]
-    common = sorted(set.intersection(*limited)) if limited else []
-    choices = ", ".join(map(str, common))
-    if limited and not common:
-        raise UsageError(f"--attention-backend {','.join(names)}: no page size suits both")
-    if requested is None:
-        default = backends[-1].default_page_size
-        return default if not limited or default in common else common[-1]
-    if limited and requested not in common:
-        raise UsageError(
-            f"--page-size {requested} does not suit --attention-backend {','.join(names)}; "
-            f"choices: {choices}"
-        )
-    return requested
+    size = backends[-1].default_page_size if requested is None else requested
+    for name, backend in zip(names, backends, strict=True):
+        if backend.page_sizes and size not in backend.page_sizes:
+            if requested is not None:
+                _log.warning(
+                    "--page-size %d is not one of %s, which --attention-backend %s reads: using %d",
+                    size, ", ".join(map(str, backend.page_sizes)), name, backend.default_page_size,
+                )  # fmt: skip
+            size = backend.default_page_size
+    return size
 
 
 def make_backend(names: Sequence[str], ctx: AttentionContext) -> AttentionBackend:
@@ -107,4 +114,6 @@ def make_backend(names: Sequence[str], ctx: AttentionContext) -> AttentionBacken
 
 
 def _auto(capability: tuple[int, int] | None) -> str:
-    return "torch"
+    if capability is None or capability < (8, 0):
+        return "torch"
+    return {10: "trtllm", 9: "fa,fi"}.get(capability[0], "fi")

@@ -1,4 +1,6 @@
-"""Backends are chosen by name, and a wrong name is answered with the choices."""
+"""Backends are chosen by name or by device, and a wrong name is answered with the choices."""
+
+import logging
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ CPU = AttentionContext(
     device=torch.device("cpu"), dtype=torch.float32, num_qo_heads=4, num_kv_heads=2, head_dim=64,
     page_size=1, max_running=4, max_seq_len=128,
 )  # fmt: skip
+HOPPER, BLACKWELL = (9, 0), (10, 0)
 
 
 def test_a_cpu_gets_the_torch_backend_with_single_slots() -> None:
@@ -28,11 +31,45 @@ def test_a_cpu_gets_the_torch_backend_with_single_slots() -> None:
 
 
 @pytest.mark.parametrize(
+    ("capability", "names"),
+    [
+        (HOPPER, ("fa", "fi")),
+        (BLACKWELL, ("trtllm",)),
+        ((10, 3), ("trtllm",)),
+        ((8, 0), ("fi",)),
+        ((8, 9), ("fi",)),
+        ((12, 0), ("fi",)),
+        ((7, 5), ("torch",)),
+    ],
+)
+def test_auto_takes_what_suits_the_capability(
+    capability: tuple[int, int], names: tuple[str, ...]
+) -> None:
+    assert backend_names("auto", capability) == names
+
+
+@pytest.mark.parametrize("requested", [1, 128, 24])
+def test_trtllm_turns_a_page_size_that_it_cannot_read_into_64_with_a_warning(
+    requested: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert choose_page_size(backend_names("auto", BLACKWELL), requested) == 64
+    assert f"--page-size {requested} is not one of 16, 32, 64" in caplog.text
+
+
+def test_page_sizes_that_suit_are_kept_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    assert [choose_page_size(("trtllm",), size) for size in (16, 32, 64, None)] == [16, 32, 64, 64]
+    assert choose_page_size(("fa", "trtllm"), 32) == 32
+    assert choose_page_size(("fi",), 7) == 7
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("triton", "'triton' is not known; choices: auto, torch"),
-        ("fi", "'fi' is not available here; choices: auto, torch"),
-        ("torch,fa", "'fa' is not available here"),
+        ("triton", "'triton' is not known; choices: auto, torch, fi, fa, trtllm, mini"),
+        ("cpu", "'cpu' is not available here; choices: auto, torch"),
+        ("torch,cpu", "'cpu' is not available here"),
         ("torch,", "'' is not known"),
         ("torch,torch,torch", "one name or a pair PREFILL,DECODE"),
         ("", "'' is not known"),
@@ -42,3 +79,30 @@ def test_a_cpu_gets_the_torch_backend_with_single_slots() -> None:
 def test_a_name_that_cannot_be_used_is_answered_with_the_choices(name: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         backend_names(name, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "message"),
+    [
+        ("trtllm", HOPPER, "trtllm computes no prefill on compute capability 9.0.*fa,trtllm"),
+        ("trtllm,fi", HOPPER, "computes no prefill"),
+        ("trtllm", (12, 0), "no prefill on compute capability 12.0.*fi,trtllm"),
+        ("fi,trtllm", (8, 6), "trtllm needs a GPU of compute capability 9.0"),
+        ("mini", HOPPER, "mini computes decode alone.*fa,mini"),
+        ("torch,mini", (7, 5), "mini needs a GPU of compute capability 8.0"),
+        ("fa", BLACKWELL, "fa is FlashAttention 3, for compute capability 9.0"),
+        ("fa,fi", None, "fa is FlashAttention 3"),
+        ("fi", None, "fi needs a GPU"),
+        ("torch,trtllm", None, "trtllm needs a GPU"),
+    ],
+)
+def test_what_a_device_cannot_do_is_refused_with_what_it_can(
+    name: str, capability: tuple[int, int] | None, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        backend_names(name, capability)
+
+
+@pytest.mark.parametrize("name", ["fa,trtllm", "fi,trtllm", "fa,mini", "fi,mini", "fa", "fi"])
+def test_hopper_can_do_the_rest(name: str) -> None:
+    assert backend_names(name, HOPPER) == tuple(name.split(","))

@@ -1,0 +1,479 @@
+// Attention of decode steps: one new token a request over its paged keys and values.
+//
+// Reading keys and values is the work, so it is what is shared out: the tiles of 16 tokens of all
+// requests stand on one axis, cut into equal chunks, and a warp computes one chunk for one KV head.
+// Warps of one chunk are neighbours, so that the heads of a token, which lie together in memory,
+// are read at about the same time. A request that a cut divides has partial results; the warp that
+// ends last combines them. Warps need no one else: each keeps STAGES tiles in shared memory of its
+// own, filled by asynchronous copies.
+//
+// The products are transposed, S' = K Q' and O' = V' P': then the GROUP query heads of a KV head
+// fill the 8 columns of a tensor-core product, and half of the arithmetic and of the registers of
+// the usual form (16 rows of queries) are spared. As accumulators, S' and O' hold the same columns
+// in the same lanes, so that rescaling needs no exchange.
+#include "common.cuh"
+
+using namespace minisgl;
+
+namespace {
+
+using Elem = T;
+
+template <class E>
+constexpr bool is_bfloat = false;
+template <>
+constexpr bool is_bfloat<__nv_bfloat16> = true;
+constexpr bool kBfloat = is_bfloat<Elem>;
+
+constexpr int kTile = 16;                       // tokens
+constexpr int kSteps = HEAD_DIM / 16;           // products along the head
+constexpr int kRowBytes = HEAD_DIM * 2;         // one head of one token
+constexpr int kPieces = kRowBytes / 16;         // copies of 16 bytes a row
+constexpr int kCopies = kTile * kPieces / 32;   // copies a lane, for keys and for values
+constexpr int kTileBytes = kTile * kRowBytes;
+constexpr int kStageBytes = 2 * kTileBytes;
+constexpr int kLaneDims = HEAD_DIM / 32;        // dims a lane has when partial results are combined
+
+static_assert(GROUP >= 1 && GROUP <= 8, "query heads of a KV head");
+static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "head dim");
+
+// A request: its first tile on the axis, its tokens, its row of the page table, and the first and
+// last chunk that have tiles of it (16 bits each).
+struct alignas(16) Request {
+  int first, tokens, row, chunks;
+  __device__ int end() const { return first + (tokens + kTile - 1) / kTile; }
+};
+
+// A chunk: tiles [start, end) of the axis; `index` is the request that the first one belongs to.
+struct alignas(16) Chunk {
+  int index, start, end, unused;
+  Request request;
+};
+
+// ---- plan: once a step ------------------------------------------------------------------------
+
+constexpr int kPlanThreads = 1024;
+
+__device__ int chunk_of(int tile, int chunks, int tiles) {
+  return static_cast<int>(((int64_t{tile} + 1) * chunks - 1) / tiles);
+}
+
+// One block. `chunks` [max_chunks] and `requests` [batch + 1] are written.
+__global__ void __launch_bounds__(kPlanThreads)
+    plan(const int* lens, const int* rows, Chunk* chunks, Request* requests, int batch,
+         int max_chunks, int min_tiles) {
+  extern __shared__ int first[];  // [batch + 1] first tile of each request, and of all
+  __shared__ int warp_sums[kPlanThreads / 32];
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  wait_for_previous();
+  launch_next();
+  const int each = (batch + kPlanThreads - 1) / kPlanThreads;
+  const int begin = min(thread * each, batch), stop = min(begin + each, batch);
+  int sum = 0;
+  for (int i = begin; i < stop; ++i) sum += (lens[i] + kTile - 1) / kTile;
+  int before = sum;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(kAll, before, step);
+    if (lane >= step) before += other;
+  }
+  if (lane == 31) warp_sums[warp] = before;
+  __syncthreads();
+  before -= sum;
+  for (int w = 0; w < warp; ++w) before += warp_sums[w];
+  for (int i = begin; i < stop; ++i) {
+    first[i] = before;
+    before += (lens[i] + kTile - 1) / kTile;
+  }
+  if (begin < stop && stop == batch) first[batch] = before;
+  __syncthreads();
+  const int tiles = first[batch];
+  const int count = min(max_chunks, (tiles + min_tiles - 1) / min_tiles);
+  const auto request = [&](int i) {
+    const int low = chunk_of(first[i], count, tiles), high = chunk_of(first[i + 1] - 1, count, tiles);
+    return Request{first[i], lens[i], rows[i], low << 16 | high};
+  };
+  for (int i = thread; i < batch; i += kPlanThreads) requests[i] = request(i);
+  if (thread == 0) requests[batch] = Request{tiles, 0, 0, 0};
+  for (int c = thread; c < max_chunks; c += kPlanThreads) {
+    Chunk chunk = {};
+    if (c < count) {
+      chunk.start = static_cast<int>(int64_t{c} * tiles / count);
+      chunk.end = static_cast<int>((int64_t{c} + 1) * tiles / count);
+      int low = 0, high = batch - 1;
+      while (low < high) {  // the last request that starts at this tile or before
+        const int middle = (low + high + 1) / 2;
+        if (first[middle] <= chunk.start) low = middle; else high = middle - 1;
+      }
+      chunk.index = low;
+      chunk.request = request(low);
+    }
+    chunks[c] = chunk;
+  }
+}
+
+// ---- attention: once a layer ------------------------------------------------------------------
+
+__device__ void copy_async(uint32_t to, const void* from) {
+#if HEAD_DIM == 128
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(to), "l"(from));
+#else
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from));
+#endif
+}
+
+__device__ void load_matrices(uint32_t (&a)[4], uint32_t from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+               : "r"(from) : "memory");
+}
+
+__device__ void load_transposed(uint32_t (&a)[4], uint32_t from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+               : "r"(from) : "memory");
+}
+
+__device__ uint32_t transpose(uint32_t x) {
+  uint32_t y;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
+// d [16, 8] += a [16, 16] b [16, 8]
+__device__ void product(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+#define PRODUCT(type)                                                                           \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0,%1,%2,%3}, "              \
+      "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                                  \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                          \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+  if constexpr (kBfloat) PRODUCT("bf16"); else PRODUCT("f16");
+#undef PRODUCT
+}
+
+__device__ uint32_t pack(float low, float high) {
+  Vec<Elem, 2> two;
+  two.of[0] = from_float<Elem>(low);
+  two.of[1] = from_float<Elem>(high);
+  return *reinterpret_cast<const uint32_t*>(two.of);
+}
+
+__device__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Over the lanes that hold the same column of an accumulator.
+__device__ float column_max(float x) {
+#pragma unroll
+  for (int step = 4; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(kAll, x, step));
+  return x;
+}
+__device__ float column_sum(float x) {
+#pragma unroll
+  for (int step = 4; step < 32; step *= 2) x += __shfl_xor_sync(kAll, x, step);
+  return x;
+}
+
+struct Inputs {
+  const Elem* q;          // [batch, kv_heads * GROUP, HEAD_DIM]
+  const char* k;          // [slots, kv_heads, HEAD_DIM]
+  const char* v;
+  Elem* out;              // as q
+  const int* page_table;  // [rows, columns]
+  const Chunk* chunks;
+  const Request* requests;
+  float* partial;         // [chunks, 2, kv_heads, GROUP, HEAD_DIM], not divided by the sum
+  float2* stats;          // [chunks, 2, kv_heads, GROUP]: largest exponent, and sum
+  int* arrived;           // [batch, kv_heads], zeros between launches
+  int64_t slot_bytes;
+  int64_t columns;
+  int kv_heads;
+  int max_chunks;
+  float scale;            // of the scores, times log2(e)
+};
+
+// Where the part of a request in one chunk stands: the second place is of one that starts there.
+__device__ int64_t place(const Inputs& in, int chunk, bool starts, int head) {
+  return ((int64_t{chunk} * 2 + starts) * in.kv_heads + head) * GROUP;
+}
+
+// Add up what the chunks of a request left, and write the result. A lane has kLaneDims dims.
+__device__ void combine(const Inputs& in, int index, int chunks, int head, int lane) {
+  constexpr int kAhead = GROUP <= 2 ? 8 : GROUP <= 5 ? 3 : 2;
+  const int low = chunks >> 16, parts = (chunks & 0xffff) - low + 1;
+  const auto at = [&](int part) { return place(in, low + part, part == 0, head); };
+  float top[GROUP], sum[GROUP], weight[GROUP], acc[GROUP][kLaneDims];
+#pragma unroll
+  for (int g = 0; g < GROUP; ++g) {
+    top[g] = -INFINITY;
+    sum[g] = 0.f;
+#pragma unroll
+    for (int d = 0; d < kLaneDims; ++d) acc[g][d] = 0.f;
+  }
+  for (int base = 0; base < parts; base += 32) {
+    const int here = min(32, parts - base);
+#pragma unroll
+    for (int g = 0; g < GROUP; ++g) {
+      float2 stat = {-INFINITY, 0.f};
+      if (lane < here) stat = __ldcg(in.stats + at(base + lane) + g);
+      float best = stat.x;
+#pragma unroll
+      for (int step = 16; step > 0; step /= 2) best = fmaxf(best, __shfl_xor_sync(kAll, best, step));
+      best = fmaxf(best, top[g]);
+      const float rescale = exp2_fast(top[g] - best);
+      weight[g] = exp2_fast(stat.x - best);
+      sum[g] = sum[g] * rescale + group_sum<32>(weight[g] * stat.y);
+#pragma unroll
+      for (int d = 0; d < kLaneDims; ++d) acc[g][d] *= rescale;
+      top[g] = best;
+    }
+#pragma unroll kAhead
+    for (int part = 0; part < here; ++part) {
+      const float* from = in.partial + at(base + part) * HEAD_DIM + lane * kLaneDims;
+#pragma unroll
+      for (int g = 0; g < GROUP; ++g) {
+        const float w = __shfl_sync(kAll, weight[g], part);
+        float x[kLaneDims];
+        if constexpr (kLaneDims == 4) {
+          *reinterpret_cast<float4*>(x) = __ldcg(reinterpret_cast<const float4*>(from + g * HEAD_DIM));
+        } else {
+          *reinterpret_cast<float2*>(x) = __ldcg(reinterpret_cast<const float2*>(from + g * HEAD_DIM));
+        }
+#pragma unroll
+        for (int d = 0; d < kLaneDims; ++d) acc[g][d] += w * x[d];
+      }
+    }
+  }
+#pragma unroll
+  for (int g = 0; g < GROUP; ++g) {
+    Vec<Elem, kLaneDims> result;
+    const float inverse = 1.f / sum[g];
+#pragma unroll
+    for (int d = 0; d < kLaneDims; ++d) result.of[d] = from_float<Elem>(acc[g][d] * inverse);
+    const int64_t row = (int64_t{index} * in.kv_heads + head) * GROUP + g;
+    result.store(in.out + row * HEAD_DIM + lane * kLaneDims);
+  }
+}
+
+__global__ void __launch_bounds__(32 * WARPS, BLOCKS)
+    attention(const __grid_constant__ Inputs in) {
+  extern __shared__ __align__(128) char memory[];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t worker = int64_t{blockIdx.x} * WARPS + warp;
+  const int number = static_cast<int>(worker / in.kv_heads);
+  const int head = static_cast<int>(worker % in.kv_heads);
+  wait_for_previous();
+  launch_next();
+  if (number >= in.max_chunks) return;
+  const Chunk chunk = in.chunks[number];
+  if (chunk.start == chunk.end) return;
+
+  const uint32_t ring = static_cast<uint32_t>(__cvta_generic_to_shared(memory)) +
+                        warp * STAGES * kStageBytes;
+  const char* const k_head = in.k + head * kRowBytes;
+  const char* const v_head = in.v + head * kRowBytes;
+
+  // The copies run ahead of the products. `slot` is of token lane % 16 in the tile that is to be
+  // copied next; it is asked for one tile before it is needed.
+  Request ahead = chunk.request, following = in.requests[chunk.index + 1];
+  int ahead_index = chunk.index, ahead_end = ahead.end(), next = chunk.start;
+  const auto slot_of_next = [&]() {
+    if (next >= chunk.end) return 0;
+    if (next == ahead_end) {
+      ahead = following;
+      ahead_end = ahead.end();
+      // one entry stands after the last request, and is asked for at most
+      if (ahead_end < chunk.end) following = in.requests[++ahead_index + 1];
+    }
+    const int token = min((next - ahead.first) * kTile + lane % kTile, ahead.tokens - 1);
+    return in.page_table[ahead.row * in.columns + token];
+  };
+  int slot = slot_of_next();
+  const auto copy_next = [&](int stage) {
+    if (next < chunk.end) {
+      const uint32_t keys = ring + stage * kStageBytes;
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {
+        const int row = i * (32 / kPieces) + lane / kPieces, piece = lane % kPieces;
+        const int64_t from = __shfl_sync(kAll, slot, row) * in.slot_bytes + piece * 16;
+        const uint32_t to = keys + row * kRowBytes + ((piece ^ (row & 7)) * 16);
+        copy_async(to, k_head + from);
+        copy_async(to + kTileBytes, v_head + from);
+      }
+      ++next;
+      slot = slot_of_next();
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  };
+#pragma unroll
+  for (int stage = 0; stage < STAGES - 1; ++stage) copy_next(stage);
+
+  // Of the request at hand: its queries as columns, and what was computed of it in this chunk.
+  int index = chunk.index;
+  Request request = chunk.request;
+  uint32_t queries[2 * kSteps];
+  float out[kSteps][4], top[2], sum[2];
+  const auto begin_request = [&]() {
+    const int g = lane / 4;
+    const int64_t row = (int64_t{index} * in.kv_heads + head) * GROUP + g;
+    const auto* from = reinterpret_cast<const uint32_t*>(in.q + row * HEAD_DIM) + lane % 4;
+#pragma unroll
+    for (int i = 0; i < 2 * kSteps; ++i) queries[i] = g < GROUP ? from[4 * i] : 0u;
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) out[i][j] = 0.f;
+    }
+    top[0] = top[1] = -INFINITY;
+    sum[0] = sum[1] = 0.f;
+  };
+  begin_request();
+
+  // Where a lane's rows of 8 by 8 matrices stand in a tile: keys as they are, values transposed.
+  const int key_row = lane % 16, key_piece = lane / 16;
+  const int value_row = lane % 8 + lane / 16 * 8, value_piece = lane / 8 % 2;
+  int stage = 0;
+  for (int tile = chunk.start; tile < chunk.end; ++tile) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+    __syncwarp();
+    copy_next(stage == 0 ? STAGES - 1 : stage - 1);  // where the tile before this one was
+    const uint32_t keys = ring + stage * kStageBytes, values = keys + kTileBytes;
+    stage = stage == STAGES - 1 ? 0 : stage + 1;
+
+    float even[4] = {}, odd[4] = {};
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      uint32_t a[4];
+      load_matrices(a, keys + key_row * kRowBytes + (((2 * i + key_piece) ^ (key_row & 7)) * 16));
+      product(i % 2 ? odd : even, a, queries[2 * i], queries[2 * i + 1]);
+    }
+    float score[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) score[j] = (even[j] + odd[j]) * in.scale;
+    const int valid = request.tokens - (tile - request.first) * kTile;
+    if (valid < kTile) {
+      if (lane / 4 >= valid) score[0] = score[1] = -INFINITY;
+      if (lane / 4 + 8 >= valid) score[2] = score[3] = -INFINITY;
+    }
+    const float best[2] = {fmaxf(top[0], column_max(fmaxf(score[0], score[2]))),
+                           fmaxf(top[1], column_max(fmaxf(score[1], score[3])))};
+    if (__any_sync(kAll, best[0] > top[0] || best[1] > top[1])) {
+      const float rescale[2] = {exp2_fast(top[0] - best[0]), exp2_fast(top[1] - best[1])};
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) out[i][j] *= rescale[j % 2];
+      }
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        sum[j] *= rescale[j];
+        top[j] = best[j];
+      }
+    }
+    float p[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) p[j] = exp2_fast(score[j] - top[j % 2]);
+    sum[0] += p[0] + p[2];
+    sum[1] += p[1] + p[3];
+    const uint32_t b0 = transpose(pack(p[0], p[1])), b1 = transpose(pack(p[2], p[3]));
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      uint32_t a[4];
+      load_transposed(
+          a, values + value_row * kRowBytes + (((2 * i + value_piece) ^ (value_row & 7)) * 16));
+      product(out[i], a, b0, b1);
+    }
+
+    const int end = request.end();
+    if (tile + 1 != min(end, chunk.end)) continue;
+    // Lanes hold dims lane / 4 and lane / 4 + 8 of each 16, of query heads lane % 4 * 2 and + 1.
+    sum[0] = column_sum(sum[0]);
+    sum[1] = column_sum(sum[1]);
+    const bool starts = request.first >= chunk.start;
+    if (starts && end <= chunk.end) {
+      const int64_t row = (int64_t{index} * in.kv_heads + head) * GROUP;
+      const float inverse[2] = {1.f / sum[0], 1.f / sum[1]};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int g = lane % 4 * 2 + j % 2;
+        if (g < GROUP) {
+          Elem* to = in.out + (row + g) * HEAD_DIM + lane / 4 + j / 2 * 8;
+#pragma unroll
+          for (int i = 0; i < kSteps; ++i) to[16 * i] = from_float<Elem>(out[i][j] * inverse[j % 2]);
+        }
+      }
+    } else {
+      const int64_t at = place(in, number, starts, head);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int g = lane % 4 * 2 + j % 2;
+        if (g < GROUP) {
+          float* to = in.partial + (at + g) * HEAD_DIM + lane / 4 + j / 2 * 8;
+#pragma unroll
+          for (int i = 0; i < kSteps; ++i) __stcg(to + 16 * i, out[i][j]);
+          if (lane < 4 && j < 2) __stcg(in.stats + at + g, make_float2(top[j], sum[j]));
+        }
+      }
+      __threadfence();
+      __syncwarp();
+      int before = 0;
+      int* const arrived = in.arrived + int64_t{index} * in.kv_heads + head;
+      if (lane == 0) before = atomicAdd(arrived, 1);
+      before = __shfl_sync(kAll, before, 0);
+      if (before == (request.chunks & 0xffff) - (request.chunks >> 16)) {
+        __threadfence();
+        if (lane == 0) *arrived = 0;
+        combine(in, index, request.chunks, head, lane);
+      }
+    }
+    if (tile + 1 < chunk.end) {
+      request = in.requests[++index];
+      begin_request();
+    }
+  }
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+}  // namespace
+
+// (chunks [max_chunks, 8], requests [batch + 1 or more, 4], lens [batch], rows [batch], min_tiles)
+EXPORT(plan_decode_attention) {
+  const int batch = static_cast<int>(args.size(2, 0));
+  return launch(plan, batch > 0, kPlanThreads, (batch + 1) * sizeof(int), args.stream(),
+                args.data<const int>(2), args.data<const int>(3), args.data<Chunk>(0),
+                args.data<Request>(1), batch, args.size(0, 0), args.integer(4));
+}
+
+// (q, out [batch, heads, dim], k_slots, v_slots [slots, kv_heads, dim], page_table [rows, columns],
+//  chunks, requests, partial, stats, arrived, scale)
+EXPORT(decode_attention) {
+  constexpr int kShared = WARPS * STAGES * kStageBytes;
+  static int ready = -1;  // the device on which the kernel may take that much shared memory
+  const int device = args.tensor(0)->device.device_id;
+  if (ready != device) {
+    const cudaError_t error =
+        cudaFuncSetAttribute(attention, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+    if (error != cudaSuccess) return check(error);
+    ready = device;
+  }
+  Inputs in;
+  in.q = args.data<const Elem>(0);
+  in.out = args.data<Elem>(1);
+  in.k = args.data<const char>(2);
+  in.v = args.data<const char>(3);
+  in.page_table = args.data<const int>(4);
+  in.chunks = args.data<const Chunk>(5);
+  in.requests = args.data<const Request>(6);
+  in.partial = args.data<float>(7);
+  in.stats = args.data<float2>(8);
+  in.arrived = args.data<int>(9);
+  in.slot_bytes = args.stride(2, 0) * 2;
+  in.columns = args.stride(4, 0);
+  in.kv_heads = static_cast<int>(args.size(2, 1));
+  in.max_chunks = static_cast<int>(args.size(5, 0));
+  in.scale = args.number(10) * 1.4426950408889634f;
+  const int64_t workers = int64_t{in.max_chunks} * in.kv_heads;
+  return launch(attention, (workers + WARPS - 1) / WARPS, 32 * WARPS, kShared, args.stream(), in);
+}

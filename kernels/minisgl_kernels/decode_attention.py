@@ -1,0 +1,145 @@
+"""Attention of decode steps, over the slots that the page table names; any page size.
+
+The work is planned on the device once a step, from the lengths alone, and so is part of a CUDA
+graph; each layer then makes one launch. csrc/decode_attention.cu says how the work is shared out.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from minisgl_kernels.build import KernelUnavailable
+from minisgl_kernels.cuda_build import Family, cuda_type
+
+TILE = 16
+"""Tokens that a warp computes at a time; chunks are counted in these."""
+WARPS_PER_SM = 8
+"""Of all blocks together: each warp keeps about 24 KiB of copies in shared memory."""
+MIN_TILES = 2
+"""Fewer tiles than this are no chunk: to combine two parts takes as long as to compute one."""
+_WARPS = 4
+_STAGES = {64: 6, 128: 3}
+_MAX_GROUP = 8
+_MAX_CHUNKS = 2**15
+_MAX_BATCH = 12_000
+
+Int32s = npt.NDArray[np.int32]
+
+
+def _macros(dtype: torch.dtype, head_dim: int, group: int) -> dict[str, str | int]:
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise KernelUnavailable(f"decode attention has no kernel for {dtype}")
+    if head_dim not in _STAGES:
+        raise KernelUnavailable(f"decode attention has no kernel for heads of {head_dim}")
+    if not 1 <= group <= _MAX_GROUP:
+        raise KernelUnavailable(f"decode attention has no kernel for {group} queries a KV head")
+    return {
+        "T": cuda_type(dtype), "HEAD_DIM": head_dim, "GROUP": group, "WARPS": _WARPS,
+        "STAGES": _STAGES[head_dim], "BLOCKS": WARPS_PER_SM // _WARPS,
+    }  # fmt: skip
+
+
+_plan = Family("decode_attention", "plan_decode_attention", _macros)
+_attention = Family("decode_attention", "decode_attention", _macros)
+
+
+class DecodeAttention:
+    """Decode attention for one shape of heads, with the buffers that a step's plan lives in.
+
+    One step after the other may use it, on one stream: `plan`, then `attention` once a layer.
+    """
+
+    def __init__(
+        self, *, max_batch: int, num_qo_heads: int, num_kv_heads: int, head_dim: int,
+        dtype: torch.dtype, device: torch.device, sm_count: int | None = None,
+        min_tiles: int = MIN_TILES,
+    ) -> None:  # fmt: skip
+        """Compiles the kernel. Raises `KernelUnavailable` for a shape that it does not know."""
+        group = num_qo_heads // num_kv_heads
+        signature = (dtype, head_dim, group)
+        _macros(*signature)
+        if max_batch > _MAX_BATCH:
+            raise KernelUnavailable(f"decode attention takes up to {_MAX_BATCH} requests")
+        if sm_count is None:
+            sm_count = torch.cuda.get_device_properties(device).multi_processor_count
+        chunks = max_chunks(sm_count, num_kv_heads)
+        self._plan, self._attention = _plan[signature], _attention[signature]
+        self._scale, self._min_tiles = head_dim**-0.5, min_tiles
+        self.chunks = torch.zeros((chunks, 8), dtype=torch.int32, device=device)
+        """Index of the first request, first tile, end, 0, and that request's entry below."""
+        self.requests = torch.zeros((max_batch + 1, 4), dtype=torch.int32, device=device)
+        """First tile, tokens, row, first chunk << 16 | last chunk."""
+        self._arrived = torch.zeros((max_batch, num_kv_heads), dtype=torch.int32, device=device)
+        parts = (chunks, 2, num_kv_heads, group)
+        self._partial = torch.empty((*parts, head_dim), dtype=torch.float32, device=device)
+        self._stats = torch.empty((*parts, 2), dtype=torch.float32, device=device)
+
+    def plan(self, lens: torch.Tensor, rows: torch.Tensor) -> None:
+        """Share out the work of requests with `lens` [B] tokens in `rows` [B] of the page table,
+        both int32 on the device. Lengths are 1 or more."""
+        self._plan(self.chunks, self.requests, lens, rows, self._min_tiles)
+
+    def attention(
+        self, q: torch.Tensor, k_slots: torch.Tensor, v_slots: torch.Tensor,
+        page_table: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """Attention of q [B, num_qo_heads, head_dim], contiguous, as it was planned.
+
+        k_slots and v_slots are [slots, num_kv_heads, head_dim], contiguous; page_table
+        [rows, columns] int32 holds the slot of each token.
+        """
+        out = torch.empty_like(q)
+        self._attention(
+            q, out, k_slots, v_slots, page_table, self.chunks, self.requests, self._partial,
+            self._stats, self._arrived, self._scale,
+        )  # fmt: skip
+        return out
+
+
+def decode_attention_function() -> Callable[..., DecodeAttention] | None:
+    """`DecodeAttention`, or None, with one warning, where CUDA kernels cannot be compiled."""
+    return DecodeAttention if _attention.usable() else None
+
+
+def max_chunks(sm_count: int, num_kv_heads: int) -> int:
+    """Chunks that keep all warps of the device busy, one for each KV head."""
+    return min(max(1, sm_count * WARPS_PER_SM // num_kv_heads), _MAX_CHUNKS - 1)
+
+
+def plan_reference(
+    lens: Int32s, rows: Int32s, chunks: int, min_tiles: int = MIN_TILES
+) -> tuple[Int32s, Int32s]:
+    """What `DecodeAttention.plan` leaves in `chunks` [chunks, 8] and `requests` [B + 1, 4]."""
+    tiles = -(-lens.astype(np.int64) // TILE)
+    ends = np.cumsum(tiles)
+    first, total = ends - tiles, int(ends[-1])
+    count = min(chunks, -(-total // min_tiles))
+    requests = np.zeros((len(lens) + 1, 4), np.int64)
+    low = ((first + 1) * count - 1) // total
+    high = (ends * count - 1) // total
+    requests[:-1] = np.stack([first, lens, rows, low << 16 | high], axis=1)
+    requests[-1, 0] = total
+    out = np.zeros((chunks, 8), np.int64)
+    cuts = np.arange(count + 1) * total // count
+    index = np.searchsorted(first, cuts[:-1], side="right") - 1
+    out[:count, 0], out[:count, 1], out[:count, 2] = index, cuts[:-1], cuts[1:]
+    out[:count, 4:] = requests[index]
+    return out.astype(np.int32), requests.astype(np.int32)
+
+
+def decode_attention_reference(
+    q: torch.Tensor, k_slots: torch.Tensor, v_slots: torch.Tensor, page_table: torch.Tensor,
+    lens: list[int], rows: list[int],
+) -> torch.Tensor:  # fmt: skip
+    """The same attention in float32, request by request, in torch operations for any device."""
+    group = q.shape[1] // k_slots.shape[1]
+    out = torch.empty_like(q, dtype=torch.float32)
+    for i, (length, row) in enumerate(zip(lens, rows, strict=True)):
+        slots = page_table[row, :length].long()
+        k = k_slots[slots].float().repeat_interleave(group, dim=1)
+        v = v_slots[slots].float().repeat_interleave(group, dim=1)
+        scores = torch.einsum("hd,lhd->hl", q[i].float(), k) * q.shape[2] ** -0.5
+        out[i] = torch.einsum("hl,lhd->hd", scores.softmax(-1), v)
+    return out
