@@ -9,6 +9,7 @@ import ctypes
 import functools
 import importlib.util
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ _DTYPES = {
     torch.int8: 0, torch.uint8: 1, torch.int32: 2, torch.int64: 4, torch.float16: 6,
     torch.float32: 7, torch.float64: 8, torch.bfloat16: 9,
 }  # fmt: skip
-_ABORT_SECONDS = 1.0
+ABORT_SECONDS = 1.0
 
 
 class NcclError(RuntimeError):
@@ -190,26 +191,30 @@ class NcclComm:
     def abort(self) -> None:
         """End all collectives that are queued or run, and leave. Not collective; may be repeated.
 
-        NCCL frees a communicator only when no CUDA graph holds a call of it any more, and waits for
-        that: so this happens in a thread, and is over for the caller after a second.
+        A call that holds the lock for long is stuck in NCCL, and only the abort gets it out.
         """
-        # A call that holds the lock for longer is stuck in NCCL, and only the abort gets it out.
-        held = self._lock.acquire(timeout=_ABORT_SECONDS)
+        held = self._lock.acquire(timeout=ABORT_SECONDS)
         comm, self._comm = self._comm, None
         if held:
             self._lock.release()
         if comm is not None:
-            leaving = threading.Thread(
-                target=self._library.call, args=("ncclCommAbort", comm), name="nccl-abort",
-                daemon=True,
-            )  # fmt: skip
-            leaving.start()
-            leaving.join(_ABORT_SECONDS)
+            leave(lambda: self._library.call("ncclCommAbort", comm))
 
     def _alive(self) -> ctypes.c_void_p:
         if self._comm is None:
             raise NcclError("the communicator was aborted")
         return self._comm
+
+
+def leave(abort: Callable[[], None]) -> None:
+    """Abort a communicator in a thread, and wait a second for it.
+
+    NCCL ends what runs at once, but frees a communicator only when no CUDA graph holds a call of it
+    any more, and waits for that.
+    """
+    thread = threading.Thread(target=abort, name="nccl-abort", daemon=True)
+    thread.start()
+    thread.join(ABORT_SECONDS)
 
 
 class _DeviceBytes:

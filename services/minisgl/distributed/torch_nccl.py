@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d as c10d
 
+from minisgl_kernels.pynccl import leave
+
 
 class TorchNccl:
     """A process group of its own, not the default one of `torch.distributed`."""
@@ -43,4 +45,4 @@ class TorchNccl:
         """End all collectives that are queued or run, and leave."""
         group, self._group = self._group, None
         if group is not None:
-            group.abort()
+            leave(group.abort)

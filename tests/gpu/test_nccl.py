@@ -1,0 +1,111 @@
+"""NCCL on one GPU by itself, and between two where there are two."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+from minisgl.distributed.gloo import GlooCommunicator
+from minisgl.distributed.nccl import NcclCommunicator
+from minisgl_kernels.pynccl import NcclComm, NcclError, nccl_library
+from tests.gpu.pairs import PLAIN, PRIVATE, SHARED, run_pair
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+DEVICE = torch.device("cuda", 0)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[NcclComm]:
+    """A communicator of one rank."""
+    library = nccl_library()
+    with torch.cuda.device(DEVICE):
+        comm = NcclComm(library, library.unique_id(), 0, 1)
+        yield comm
+        comm.abort()
+
+
+def test_the_library_of_torch_is_called() -> None:
+    assert nccl_library().version() == torch.cuda.nccl.version()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64])
+def test_a_rank_alone_keeps_what_it_has(dtype: torch.dtype) -> None:
+    with alone() as comm:
+        x = torch.arange(10_000, device=DEVICE).to(dtype)
+        before = x.clone()
+        comm.all_reduce(x)
+        assert torch.equal(x, before)
+        out = torch.zeros(1, *x.shape, dtype=dtype, device=DEVICE)
+        comm.all_gather(out, x)
+        assert torch.equal(out[0], before)
+        assert comm.failure() is None
+
+
+def test_collectives_are_queued_on_the_current_stream_and_captured() -> None:
+    with alone() as comm, torch.cuda.stream(torch.cuda.Stream()):
+        x = torch.zeros(1000, device=DEVICE)
+        comm.all_reduce(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            x += 1
+            comm.all_reduce(x)
+        graph.replay()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert x.eq(2).all()
+        del graph
+
+
+def test_after_an_abort_calls_fail() -> None:
+    with alone() as comm:
+        comm.abort()
+        with pytest.raises(NcclError, match="aborted"):
+            comm.all_reduce(torch.zeros(1, device=DEVICE))
+
+
+@pytest.mark.parametrize("pynccl", [True, False])
+def test_a_group_of_one_starts_and_ends(pynccl: bool, tmp_path: Path) -> None:
+    host = GlooCommunicator(f"file://{tmp_path / 'meet'}", 0, 1, 30, host="127.0.0.1")
+    comm = NcclCommunicator(host, DEVICE, pynccl=pynccl, node=1)
+    x = torch.ones(8, device=DEVICE)
+    comm.all_reduce(x)
+    assert comm.all_gather(x).tolist() == [1.0] * 8
+    comm.check()
+    comm.close()
+
+
+@two_gpus
+@pytest.mark.parametrize("arguments", [(), ("--torch",)], ids=["pynccl", "torch"])
+def test_two_ranks_sum_and_gather_eagerly_and_in_graphs(arguments: tuple[str, ...]) -> None:
+    results = run_pair(("--case=collectives", *arguments), symmetric=not arguments)
+    assert [result and result["wrong"] for result in results] == [[], []]
+    assert [result and result["transport"] for result in results] == ["P2P", "P2P"]
+    assert [result and result["symmetric"] for result in results] == [not arguments] * 2
+
+
+@two_gpus
+@pytest.mark.parametrize("arguments", [(), ("--torch",)], ids=["pynccl", "torch"])
+def test_a_killed_peer_ends_a_wait_for_the_device(arguments: tuple[str, ...]) -> None:
+    alive, dead = run_pair(("--case=killed", *arguments))
+    assert dead is None
+    assert alive is not None and alive["error"]
+    assert alive["seconds"] < 10
+
+
+@two_gpus
+@pytest.mark.parametrize(("place", "transport"), [(PLAIN, "P2P"), (SHARED, "P2P"), (PRIVATE, None)])
+def test_the_transport_of_pods_depends_on_their_shared_memory(
+    place: str, transport: str | None
+) -> None:
+    results = run_pair(("--case=collectives",), place=place)
+    found = {result["transport"] for result in results if result}
+    assert len(found) == 1 and found != {""}
+    assert [result and result["wrong"] for result in results] == [[], []]
+    if transport:
+        assert found == {transport}
