@@ -6,6 +6,7 @@ for the label that carries it.
 """
 
 import re
+from collections.abc import Mapping
 
 from minisgl_operator.api import GROUP, MiniSGLang
 
@@ -59,6 +60,12 @@ ROLES = ("gateway", "tokenizer", "detokenizer", "redis", "rank", "model")
 """Values of the component label."""
 
 _SET = re.compile(r"^(?P<object>.+)-g(?P<index>\d+)-(?P<epoch>\d+)$")
+
+
+def pods_of(annotations: Mapping[str, str]) -> int | None:
+    """What `PODS` says; None if it is missing, or somebody wrote into it what is no such number."""
+    text = annotations.get(PODS) or ""
+    return int(text) if re.fullmatch("[1-9][0-9]{0,3}", text) else None
 
 
 def common(obj: MiniSGLang) -> dict[str, str]:

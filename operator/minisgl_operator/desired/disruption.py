@@ -39,8 +39,9 @@ def _pods_that_have_served(observed: Observed) -> dict[int, int]:
         notes = metadata.get("annotations") or {}
         if not place or metadata.get("deletionTimestamp"):
             continue
-        if notes.get(names.HAS_SERVED) == "true" and names.PODS in notes:
-            served[place[0]] = int(notes[names.PODS])
+        pods = names.pods_of(notes)
+        if notes.get(names.HAS_SERVED) == "true" and pods is not None:
+            served[place[0]] = pods
     return served
 
 

@@ -175,13 +175,14 @@ def _recovered(observed: Observed, name: str, number: int) -> Revision | None:
 def _read(held: Manifest, template: Manifest, number: int) -> Revision | None:
     labels = held["metadata"].get("labels") or {}
     notes = held["metadata"].get("annotations") or {}
-    if not {names.IMAGE, names.PODS} <= notes.keys() or names.REVISION not in labels:
+    pods = names.pods_of(notes)
+    if pods is None or not notes.get(names.IMAGE) or names.REVISION not in labels:
         return None
     return Revision(
         digest=labels[names.REVISION],
         image=notes[names.IMAGE],
         commit=notes.get(names.COMMIT),
-        pods=int(notes[names.PODS]),
+        pods=pods,
         template=template,
         number=number,
     )
