@@ -30,7 +30,8 @@ outlasts it by a quarter is given up: what lies between may have dropped it with
 RETRY_FIRST, RETRY_MOST = 1.0, 10.0
 """Waits before a watch that failed is opened anew: each up to twice as long as the one before."""
 RELIST_FAILURES = 4
-"""After so many in a row what was known is worth nothing: everything is listed again."""
+"""After so many in a row that the server itself tells of, it may be the version that it cannot go on
+from, as after a restored backup: everything is listed again."""
 KEPT_WARNINGS = 10_000
 """Latest Warning Events kept, of all objects; the oldest go first."""
 
@@ -441,8 +442,10 @@ class Cache:
             return ""
         log.warning("watch of %s: %s", feed.kind, error.message)
         await asyncio.sleep(_pause(feed.failures))
-        away = error.status in (0, 429) or error.status >= 500
-        return version if away and feed.failures % RELIST_FAILURES else ""
+        if error.status == 0:
+            return version
+        busy = error.status == 429 or error.status >= 500
+        return version if busy and feed.failures % RELIST_FAILURES else ""
 
     async def _relist(self, feed: _Feed) -> str:
         items, version = await self._api.list(feed.kind, feed.namespace, feed.query)

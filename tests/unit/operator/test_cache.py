@@ -116,6 +116,7 @@ class Failing(Server):
 
 
 UNAVAILABLE = ApiError(503, "ServiceUnavailable", "apiserver not ready")
+AWAY = ApiError(0, "NoAnswer", "connection refused")
 EXPIRED = ApiError(410, "Expired", "too old resource version")
 
 
@@ -146,14 +147,22 @@ async def waits_after(
     return waits, server.lists
 
 
-async def test_a_server_that_is_away_is_asked_ever_more_seldom_and_for_no_list(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("failure", [UNAVAILABLE, ApiError(429, "Busy", ""), AWAY], ids=str)
+async def test_a_server_that_fails_is_asked_ever_more_seldom_and_for_no_list(
+    monkeypatch: pytest.MonkeyPatch, failure: ApiError
 ) -> None:
-    waits, lists = await waits_after(monkeypatch, *[UNAVAILABLE] * 3)
+    waits, lists = await waits_after(monkeypatch, *[failure] * 3)
     assert (waits, lists) == ([1.0, 2.0, 4.0], 1)
 
 
-async def test_a_server_that_is_away_for_long_is_listed_at_last(
+async def test_a_server_that_is_back_after_long_has_forgotten_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits, lists = await waits_after(monkeypatch, *[AWAY] * 8)
+    assert (waits[3:], lists) == ([8.0, 10.0, 10.0, 10.0, 10.0], 1)
+
+
+async def test_a_server_that_fails_again_and_again_is_listed_at_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     waits, lists = await waits_after(monkeypatch, *[UNAVAILABLE] * 8)
