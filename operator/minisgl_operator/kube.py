@@ -30,8 +30,8 @@ outlasts it by a quarter is given up: what lies between may have dropped it with
 RETRY_FIRST, RETRY_MOST = 1.0, 10.0
 """Waits before a watch that failed is opened anew: each up to twice as long as the one before."""
 RELIST_FAILURES = 4
-"""After so many in a row that the server itself tells of, it may be the version that it cannot go on
-from, as after a restored backup: everything is listed again."""
+"""After so many in a row that the server itself tells of, everything is listed again: it may be the
+version that it cannot go on from, as after a restored backup."""
 KEPT_WARNINGS = 10_000
 """Latest Warning Events kept, of all objects; the oldest go first."""
 
