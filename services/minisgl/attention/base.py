@@ -14,10 +14,6 @@ if TYPE_CHECKING:
     from minisgl.kvcache.pool import KVPool
 
 
-BATCH_STEP = 64
-"""No two sizes of captured batches are farther apart."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionContext:
     """What a backend is made for: one rank's heads on one device."""
@@ -31,16 +27,11 @@ class AttentionContext:
     page_size: int
     """Tokens in one page of the KV pool: one that `choose_page_size` gave."""
     max_running: int
-    """Most requests in one step, without the dummy row."""
+    """Most requests in one step; a captured batch is filled up to this at most."""
     max_seq_len: int
     """Columns of the page table: no request is longer."""
     capability: tuple[int, int] | None = None
     """Compute capability of a CUDA device; None on others."""
-
-    @property
-    def max_batch(self) -> int:
-        """Most requests that buffers of a step hold: a captured batch is filled up."""
-        return -(-self.max_running // BATCH_STEP) * BATCH_STEP
 
     @property
     def max_pages(self) -> int:

@@ -48,9 +48,9 @@ class FlashAttentionBackend(AttentionBackend):
         self._attend: Any = flash_attn_with_kvcache
         self._schedule: Any = get_scheduler_metadata
         self._block_table = block_table_function()
-        shape = (ctx.max_batch, ctx.max_pages)
+        shape = (ctx.max_running, ctx.max_pages)
         self._pages = torch.zeros(shape, dtype=torch.int32, device=ctx.device)
-        self._starts = torch.arange(ctx.max_batch + 1, dtype=torch.int32, device=ctx.device)
+        self._starts = torch.arange(ctx.max_running + 1, dtype=torch.int32, device=ctx.device)
 
     def prepare_metadata(self, batch: ForwardBatch) -> None:
         new = 1 if batch.is_decode else int((batch.device_lens - batch.cached_lens).max())

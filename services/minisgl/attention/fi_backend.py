@@ -58,13 +58,13 @@ class FlashInferBackend(AttentionBackend):
         self._tensor_cores = ctx.page_size >= TENSOR_CORE_PAGE_SIZE or group >= TENSOR_CORE_GROUP
         self._block_table = block_table_function()
         # [indptr of B + 1 | last page lengths of B]: one copy a step fills both
-        self._small = _ints(2 * ctx.max_batch + 1, ctx.device)
+        self._small = _ints(2 * ctx.max_running + 1, ctx.device)
         # one more than pages: see block_table_reference
-        self._indices = _ints(ctx.max_batch * ctx.max_pages + 1, ctx.device)
+        self._indices = _ints(ctx.max_running * ctx.max_pages + 1, ctx.device)
         self._int_workspace = torch.empty(INT_WORKSPACE_BYTES, dtype=torch.uint8, device=ctx.device)
         self._plan_ring = PinnedRing(INT_WORKSPACE_BYTES)
-        self._ring = PinnedRing(4 * (4 * ctx.max_batch + 2))
-        self._qo_indptr = torch.arange(ctx.max_batch + 1, dtype=torch.int32)
+        self._ring = PinnedRing(4 * (4 * ctx.max_running + 2))
+        self._qo_indptr = torch.arange(ctx.max_running + 1, dtype=torch.int32)
         self._qo_indptr_dev = self._qo_indptr.to(ctx.device)
         self._prefill = BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend="fa2")
         self._prefill._int_workspace_buffer = self._int_workspace

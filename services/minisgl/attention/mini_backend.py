@@ -37,7 +37,7 @@ class MiniBackend(AttentionBackend):
             )
         try:
             self._kernel = make(
-                max_batch=ctx.max_batch, num_qo_heads=ctx.num_qo_heads,
+                max_batch=ctx.max_running, num_qo_heads=ctx.num_qo_heads,
                 num_kv_heads=ctx.num_kv_heads, head_dim=ctx.head_dim, dtype=ctx.dtype,
                 device=ctx.device,
             )  # fmt: skip
