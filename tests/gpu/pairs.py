@@ -54,7 +54,7 @@ def run_pair(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         meet = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    shared = tempfile.mkdtemp(prefix="shm-")
+    shared = tempfile.mkdtemp(prefix="minisgl-", dir="/dev/shm")  # as the kubelet makes it
     processes = []
     for rank in range(2):
         command = [
@@ -68,8 +68,8 @@ def run_pair(
             own = "mount -t tmpfs -o size=2g shm /dev/shm"
             mount = own if place == PRIVATE else f"mount --bind {shared} /dev/shm"
             command = [
-                "unshare", "--mount", "--ipc", "--pid", "--fork", "--mount-proc", "sh", "-c",
-                f'{mount} && exec "$@"', "sh", *command,
+                "unshare", "--mount", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc",
+                "sh", "-c", f'{mount} && exec "$@"', "sh", *command,
             ]  # fmt: skip
         processes.append(
             subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, cwd=Path.cwd())

@@ -167,8 +167,8 @@ class LLM:
         self._closers.callback(comm.close)
         engine = make_engine(self.config, comm, progress=False)
         self._closers.callback(engine.close)
-        self.start_report = engine.report
-        """What the start of this rank's engine took: seconds, bytes."""
+        self.start_report = {**engine.report, "transport": comm.transport}
+        """What the start of this rank's engine took, seconds and bytes, and how ranks talk."""
         comm.broadcast_int(0)  # the incarnation, which a group without services does not need
         self._collector = Collector(self._tokenizer)
         self._scheduler = Scheduler(self.config, engine, self._collector)
