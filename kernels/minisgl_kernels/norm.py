@@ -24,7 +24,6 @@ def _macros(hidden: int, dtype: torch.dtype) -> dict[str, str | int]:
     if items > MAX_ITEMS:
         raise KernelUnavailable(f"rms_norm has no kernel for rows of {hidden} {dtype}")
     threads = -(-accesses // items // 32) * 32
-    threads += 32 * (threads * items < accesses)
     return {
         "ELEMENT": cuda_type(dtype), "HIDDEN": hidden, "WIDTH": width, "ITEMS": items,
         "THREADS": threads,
