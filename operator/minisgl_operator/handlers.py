@@ -14,7 +14,8 @@ from typing import Any
 import kopf
 
 from minisgl_operator import api, names
-from minisgl_operator.kube import CHILDREN, WATCH_SECONDS, Api, ApiError, Cache
+from minisgl_operator.cache import Cache
+from minisgl_operator.kube import CHILDREN, WATCH_SECONDS, Api, ApiError
 from minisgl_operator.metrics import Metrics
 from minisgl_operator.observed import Manifest, Settings
 from minisgl_operator.reconcile import Nodes, Task

@@ -16,10 +16,11 @@ from typing import Any
 
 from minisgl_operator import api, bus, drift, names
 from minisgl_operator.api import MiniSGLang
+from minisgl_operator.cache import Cache
 from minisgl_operator.desired import desired
 from minisgl_operator.desired.bus import PASSWORD_KEY, endpoint
 from minisgl_operator.desired.digest import digest_of
-from minisgl_operator.kube import Api, ApiError, Cache
+from minisgl_operator.kube import Api, ApiError
 from minisgl_operator.metrics import Metrics
 from minisgl_operator.observed import (
     Apply,

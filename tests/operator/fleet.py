@@ -12,8 +12,9 @@ from typing import Any
 from kubernetes.aio import client, config
 
 from minisgl_operator import api
+from minisgl_operator.cache import Cache
 from minisgl_operator.handlers import MANAGED
-from minisgl_operator.kube import Api, Cache, path_of
+from minisgl_operator.kube import Api, path_of
 from minisgl_operator.observed import Manifest
 
 NAMESPACES = tuple(f"fleet-{number}" for number in range(4))

@@ -5,7 +5,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from minisgl_operator import api, names
-from minisgl_operator.kube import Api, ApiError, Cache
+from minisgl_operator.cache import Cache
+from minisgl_operator.kube import Api, ApiError
 from minisgl_operator.metrics import Metrics
 from minisgl_operator.observed import Manifest
 from minisgl_operator.reconcile import Task

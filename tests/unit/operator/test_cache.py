@@ -6,8 +6,10 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from minisgl_operator import kube, names
-from minisgl_operator.kube import ApiError, Cache
+from minisgl_operator import cache as module
+from minisgl_operator import names
+from minisgl_operator.cache import Cache
+from minisgl_operator.kube import ApiError
 from minisgl_operator.observed import Key, Manifest
 
 LABELS = {"app.kubernetes.io/managed-by": names.MANAGER, "app.kubernetes.io/instance": "llm"}
@@ -82,7 +84,7 @@ async def test_a_watch_goes_on_after_an_error_of_whatever_kind(
         server.listed = lambda: None
         raise KeyError("metadata")
 
-    monkeypatch.setattr(kube, "RETRY_FIRST", 0.0)
+    monkeypatch.setattr(module, "RETRY_FIRST", 0.0)
     server = Server()
     server.listed = fail_once
     cache = cache_of(server)
@@ -190,8 +192,8 @@ async def test_a_server_that_ends_each_watch_at_once_is_not_asked_in_a_circle(
 
 
 def test_watches_that_failed_together_come_back_one_by_one() -> None:
-    assert len({kube._pause(3) for _ in range(20)}) > 10
-    assert all(2.0 <= kube._pause(3) <= 4.0 for _ in range(20))
+    assert len({module._pause(3) for _ in range(20)}) > 10
+    assert all(2.0 <= module._pause(3) <= 4.0 for _ in range(20))
 
 
 async def test_the_latest_warning_counts_whatever_the_order_of_a_list() -> None:

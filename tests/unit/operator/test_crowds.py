@@ -11,7 +11,7 @@ from redis.exceptions import TimeoutError as RedisTimeout
 
 from minisgl_operator import names
 from minisgl_operator.bus import SAID_SECONDS, Address, Reader
-from minisgl_operator.kube import Cache
+from minisgl_operator.cache import Cache
 from minisgl_operator.loop import Loop
 from minisgl_operator.observed import Manifest
 from minisgl_operator.reconcile import NODES_SECONDS, Nodes
