@@ -102,12 +102,12 @@ class Engine(StepEngine):
                 dummy_weights(network, self._device, config.seed)
             else:
                 load_weights(network, folder, self._device, progress)
-            self._sampler = Sampler(self.vocab_size, self._device, config.max_running_requests + 1)
+            sampler = Sampler(self.vocab_size, self._device, config.max_running_requests + 1)
             self._dtype, self._model, self._kv_heads = dtype, model, heads.kv.local
             if self._on_cuda:
-                self._start_cuda(network, attention, free_before, sharing)
+                self._start_cuda(network, attention, sampler, free_before, sharing)
             else:
-                self._start_cpu(network, attention, free_before, sharing)
+                self._start_cpu(network, attention, sampler, free_before, sharing)
             self._warm_up()
         comm.barrier()
         self.report = {**self.report, "start_seconds": time.monotonic() - began}
@@ -115,7 +115,7 @@ class Engine(StepEngine):
             "engine ready rank=%d device=%s dtype=%s pages=%d page_size=%d kv_gib=%.2f "
             "max_seq_len=%d seconds=%.1f",
             comm.rank, self._device, str(dtype).removeprefix("torch."), self.num_pages,
-            self.page_size, self._parts.pool.nbytes / 2**30, self.max_seq_len,
+            self.page_size, self._live.parts.pool.nbytes / 2**30, self.max_seq_len,
             time.monotonic() - began,
         )  # fmt: skip
 
@@ -123,31 +123,35 @@ class Engine(StepEngine):
         self, row: int, sampling: SamplingParams, prompt_ids: Int32s, output_ids: Int32s
     ) -> None:
         with self._on_stream():
-            self._sampler.admit(row, sampling, prompt_ids, output_ids)
+            self._live.parts.sampler.admit(row, sampling, prompt_ids, output_ids)
 
     def release(self, row: int) -> None:
-        self._sampler.release(row)
+        self._live.parts.sampler.release(row)
 
     def forward(self, step: StepInput) -> StepOutput:
-        if self._runner is None:
-            raise RuntimeError("this engine is closed")
-        return self._runner.forward(step)
+        return self._live.forward(step)
 
     def close(self) -> None:
         if self._runner is None:
             return
         self._runner = None
-        del self._parts, self._sampler
         gc.collect()
         if self._on_cuda:
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
 
+    @property
+    def _live(self) -> Runner:
+        if self._runner is None:
+            raise RuntimeError("this engine is closed")
+        return self._runner
+
     # --- start ---------------------------------------------------------------------------------
 
     def _start_cpu(
-        self, network: CausalLM, attention: AttentionBackend, free: list[int], sharing: list[int]
-    ) -> None:
+        self, network: CausalLM, attention: AttentionBackend, sampler: Sampler, free: list[int],
+        sharing: list[int],
+    ) -> None:  # fmt: skip
         config, comm = self._config, self._comm
         weights = comm.gather_ints([_weight_bytes(network)])
         self.num_pages = config.num_pages or self._plan(
@@ -156,13 +160,13 @@ class Engine(StepEngine):
         )  # fmt: skip
         pool = self._make_pool(self.num_pages)
         tables = self._make_tables(pool)
-        self._parts = Parts(network, attention, tables, self._sampler, pool)
-        self._runner = HostRunner(self._parts)
+        self._runner = HostRunner(Parts(network, attention, tables, sampler, pool))
         self.report = {"device": "cpu"}
 
     def _start_cuda(
-        self, network: CausalLM, attention: AttentionBackend, free: list[int], sharing: list[int]
-    ) -> None:
+        self, network: CausalLM, attention: AttentionBackend, sampler: Sampler, free: list[int],
+        sharing: list[int],
+    ) -> None:  # fmt: skip
         """Measure with the dummy page alone, then make the KV cache of what is left, then capture:
         graphs hold the cache's address."""
         from minisgl.engine import measure
@@ -175,10 +179,10 @@ class Engine(StepEngine):
         tokens = config.max_prefill_tokens + requests
         pool = self._make_pool(0)
         tables = self._make_tables(pool)
-        self._parts = Parts(network, attention, tables, self._sampler, pool)
+        parts = Parts(network, attention, tables, sampler, pool)
         assert self._stream is not None
         runner = self._runner = CudaRunner(
-            self._parts, self._stream, vocab_size=self.vocab_size, dtype=self._dtype,
+            parts, self._stream, vocab_size=self.vocab_size, dtype=self._dtype,
             max_requests=requests, max_tokens=tokens, check=comm.check,
         )  # fmt: skip
         most = CUDA_GRAPH_MAX_BS if config.cuda_graph_max_bs is None else config.cuda_graph_max_bs
@@ -206,8 +210,8 @@ class Engine(StepEngine):
             figures = dict(zip(names, mine, strict=True))
         else:
             self.num_pages = config.num_pages
-        runner.parts.pool = pool = self._make_pool(self.num_pages)
-        self._parts.tables = tables = tables.with_dummy_slot(pool.dummy_page * self.page_size)
+        parts.pool = pool = self._make_pool(self.num_pages)
+        parts.tables = tables.with_dummy_slot(pool.dummy_page * self.page_size)
         before, began = measure.free_bytes(device), time.monotonic()
         runner.capture(sizes)
         figures |= {
@@ -270,7 +274,7 @@ class Engine(StepEngine):
     def _warm_up(self) -> None:
         """A prefill and a decode step on the dummy row: libraries choose their kernels. Then one
         more prefill, which is timed."""
-        tables = self._parts.tables
+        tables = self._live.parts.tables
         row, most = tables.dummy_row, WARM_UP_TOKENS
         if self._on_cuda:
             most = min(CUDA_WARM_UP_TOKENS, self._config.max_prefill_tokens)

@@ -30,6 +30,8 @@ class Parts:
 class Runner(Protocol):
     """Computes steps in order."""
 
+    parts: Parts
+
     def forward(self, step: StepInput) -> StepOutput: ...
 
 
@@ -37,12 +39,12 @@ class HostRunner:
     """Runs the model, on a CPU; the tokens are there when `forward` returns."""
 
     def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+        self.parts = parts
         self._device = parts.tables.pages.device
 
     @torch.inference_mode()
     def forward(self, step: StepInput) -> StepOutput:
-        parts, tables = self._parts, self._parts.tables
+        parts, tables = self.parts, self.parts.tables
         self._write(tables.flat_pages, step.slot_writes)
         self._write(tables.flat_tokens, step.token_writes)
         lengths = step.device_lens - step.cached_lens

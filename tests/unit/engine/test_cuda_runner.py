@@ -1,7 +1,7 @@
 """The steps of a CUDA device on a CPU: streams that compute at once, graphs that compute again.
 
-What stands in for torch.cuda here also checks the order: a block in pinned memory is filled only
-after the copy from it is over, and tokens are copied before a later step may overwrite them.
+So the arrays, the table writes, the padding and the way of the tokens are tried without a GPU; what
+streams do to the order is tried on one, in tests/gpu.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from minisgl.engine import engine as engine_
 from minisgl.engine.cuda import CudaRunner, fill_requests, fill_tokens, request_fields, token_fields
 from minisgl.engine.graph_sizes import graph_sizes, size_for
 from minisgl.engine.runner import Parts
+from minisgl.engine.sampler import Sampler
 from minisgl.engine.sampling_table import SamplingTable
 from minisgl.engine.staging import Layout, Staging
 from minisgl.engine.tables import Tables
@@ -85,14 +86,16 @@ def cuda_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CudaRunner]]:
         monkeypatch.setattr(torch.cuda, name, stand_in)
     made: list[CudaRunner] = []
 
-    def start(self: Any, network: Any, attention: AttentionBackend, *rest: object) -> None:
+    def start(
+        self: Any, network: Any, attention: AttentionBackend, sampler: Sampler, *rest: object
+    ) -> None:
         config = self._config
         self.num_pages = config.num_pages or 600
         pool = self._make_pool(self.num_pages)
-        self._parts = Parts(network, CapturedTorch(), self._make_tables(pool), self._sampler, pool)
+        parts = Parts(network, CapturedTorch(), self._make_tables(pool), sampler, pool)
         requests = config.max_running_requests
         self._runner = CudaRunner(
-            self._parts, Stream(), vocab_size=self.vocab_size, dtype=self._dtype,  # type: ignore[arg-type]
+            parts, Stream(), vocab_size=self.vocab_size, dtype=self._dtype,  # type: ignore[arg-type]
             max_requests=requests, max_tokens=config.max_prefill_tokens + requests,
             check=lambda: None,
         )  # fmt: skip

@@ -315,6 +315,35 @@ def test_dummy_weights_need_only_a_config(tiny: Path, tmp_path: Path) -> None:
     assert len(outputs[0]) == 12
 
 
+def test_a_folder_with_a_config_alone_takes_prompts_of_ids_and_gives_no_text(
+    tiny: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
+    with LLM(tmp_path, load_format="dummy") as made:
+        (out,) = made.generate([[5, 6, 7]], GREEDY)
+        assert len(out.token_ids) == 12 and out.text == ""
+        with pytest.raises(ValueError, match="holds no tokenizer: give prompts as lists"):
+            made.generate("abc", GREEDY)
+    with pytest.raises(StartError, match="holds no tokenizer"):
+        LLM(tmp_path)
+
+
+def test_a_closed_llm_computes_no_more(tiny: Path) -> None:
+    made = LLM(tiny, dtype="float32")
+    made.close()
+    made.close()
+    with pytest.raises(RuntimeError, match="this engine is closed"):
+        made.generate("abc", GREEDY)
+
+
+def test_a_missing_gpu_is_an_error_that_says_what_to_do(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(StartError, match="--device cuda cannot be used .* or use --device cpu"):
+        LLM(tiny, device="cuda")
+
+
 def test_an_unknown_option_is_a_type_error_that_lists_the_options(tiny: Path) -> None:
     with pytest.raises(TypeError, match=r"no option 'pagesize'.*page_size"):
         LLM(tiny, pagesize=4)
