@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from minisgl_operator import api, bus, drift, names
@@ -39,6 +39,7 @@ from minisgl_operator.observed import (
 )
 from minisgl_operator.plan import plan
 from minisgl_operator.plan.pods import controller
+from minisgl_operator.refusals import Refusals
 from minisgl_operator.status import status
 from minisgl_operator.status.conditions import TYPES
 from minisgl_operator.times import rfc3339
@@ -57,20 +58,8 @@ LOOKS = 2
 the second one makes sets of."""
 STATUS_SECONDS = 1.0
 """Least time between two writes of one status."""
-RETRY_FIRST, RETRY_MOST = 1.0, 300.0
-"""Waits between the tries of a child that is refused: each is twice the one before."""
 _NO_ANSWER = (0, 401, 429, 503, 504)
 """The server is away or overloaded: no verdict on a child."""
-
-
-@dataclass(slots=True)
-class _Refused:
-    refusal: Refusal
-    digest: str
-    """Of the manifest that was refused, or the UID of what was to be deleted: another one is tried
-    at once."""
-    wait: float
-    next_try: float
 
 
 class Nodes:
@@ -135,7 +124,7 @@ class Task:
         self._woken_at: float | None = None
         self._uid = ""
         self._generation = 0
-        self._refused: dict[Key, _Refused] = {}
+        self._refused = Refusals()
         self._foreign: dict[Key, float] = {}
         """Names that another's object held, and when that was seen."""
         self._settled: dict[Key, tuple[str, str]] = {}
@@ -228,7 +217,7 @@ class Task:
         wakes = [max(0.1, decided.wake)] if decided.wake is not None else []
         if observed.bus.workers or observed.pods:
             wakes.append(TICK_SECONDS)
-        wakes += [max(0.1, one.next_try - observed.now) for one in self._refused.values()]
+        wakes += [max(0.1, next_try - observed.now) for next_try in self._refused.tries()]
         return wakes
 
     def _forget(self, uid: str) -> None:
@@ -271,16 +260,13 @@ class Task:
             live=live,
             foreign=frozenset(foreign),
             pods=tuple(sorted(pods, key=lambda p: str(p["metadata"]["name"]))),
-            refused=self._refusals(),
+            refused=self._refused.seen(),
             warnings=self._warnings([*live, *(Key.of(p) for p in pods)]),
             nodes=self._nodes.look(now) if self._nodes else None,
             bus=self._reader.bus if self._reader else Bus("starting"),
             redis_password=password,
             claims=await self._claims(obj, now),
         )
-
-    def _refusals(self) -> dict[Key, Refusal]:
-        return {key: one.refusal for key, one in self._refused.items()}
 
     def _warnings(self, keys: list[Key]) -> dict[Key, Warning]:
         found = ((key, self._cache.warning(self._namespace, key)) for key in keys)
@@ -374,32 +360,26 @@ class Task:
             else:
                 await self._post(observed, action)
         applied = {Key.of(a.manifest) for a in decided.actions if isinstance(a, Apply)}
-        deleted = {a.key for a in decided.actions if isinstance(a, Delete)}
-        deleted |= {Key("Pod", a.name) for a in decided.actions if isinstance(a, DeletePod)}
-        self._refused = {
-            k: one
-            for k, one in self._refused.items()
-            if k in (deleted if one.refusal.deletion else applied)
-        }
+        self._refused.keep(decided)
         self._same = {k: one for k, one in self._same.items() if k in applied}
         self._settled = {k: one for k, one in self._settled.items() if k in applied}
         return replace(
             observed,
             foreign=frozenset(foreign),
-            refused=self._refusals(),
+            refused=self._refused.seen(),
         )
 
     async def _apply(self, observed: Observed, manifest: Manifest) -> bool:
         """Apply a child if its live state differs; False if its name is somebody else's."""
         key, digest, now = Key.of(manifest), digest_of(manifest), observed.now
-        if self._waits(key, digest, now):
+        if self._refused.waits(key, digest, now):
             return True
         live = observed.live.get(key)
         if live is not None:
             compared = (digest, str(live["metadata"].get("resourceVersion")))
             if self._same.get(key) == compared or not drift.differs(manifest, live):
                 self._same[key] = compared
-                self._refused.pop(key, None)
+                self._refused.drop(key)
                 return True
             if self._settled.get(key) == (digest, _projection(manifest, live)):
                 return True  # the server reads it otherwise, and will again
@@ -414,9 +394,12 @@ class Task:
             if error.status in _NO_ANSWER:
                 raise
             if error.status != 409:  # changed in between: the next look sees how
-                self._refuse(key, digest, error, observed)
+                reason = drift.reason_of(error.status, error.message, key.kind)
+                refusal = Refusal(reason, error.message, since=observed.wall)
+                self._refused.note(key, digest, refusal, now)
+                self._log.warning("%s %s was refused: %s", key.kind, key.name, error.message)
             return True
-        self._refused.pop(key, None)
+        self._refused.drop(key)
         self._settled[key] = (digest, _projection(manifest, answer))
         self._metrics.applied.labels(kind=key.kind).inc()
         if key.kind == "Secret":
@@ -430,7 +413,7 @@ class Task:
         self, observed: Observed, key: Key, uid: str, why: str, *, foreground: bool = False
     ) -> None:
         """Delete a child or pod. A refusal, as of an admission webhook, holds up nothing else."""
-        if self._waits(key, uid, observed.now):
+        if self._refused.waits(key, uid, observed.now):
             return
         self._log.info("deleting %s %s: %s", key.kind, key.name, why)
         try:
@@ -439,36 +422,11 @@ class Task:
             if error.status in _NO_ANSWER:
                 raise
             self._metrics.failures.inc()
-            self._refuse(key, uid, error, observed, deletion=True)
+            refusal = Refusal("Forbidden", error.message, since=observed.wall, deletion=True)
+            self._refused.note(key, uid, refusal, observed.now)
+            self._log.warning("%s %s cannot be deleted: %s", key.kind, key.name, error.message)
         else:
-            self._refused.pop(key, None)
-
-    def _waits(self, key: Key, digest: str, now: float) -> bool:
-        """Whether the same was refused, and is not yet worth another try."""
-        held = self._refused.get(key)
-        return held is not None and held.digest == digest and now < held.next_try
-
-    def _refuse(
-        self,
-        key: Key,
-        digest: str,
-        error: ApiError,
-        observed: Observed,
-        *,
-        deletion: bool = False,
-    ) -> None:
-        """Note a refusal, and when the same is worth another try."""
-        held = self._refused.get(key)
-        wait = min(RETRY_MOST, held.wait * 2) if held and held.digest == digest else RETRY_FIRST
-        refusal = Refusal(
-            "Forbidden" if deletion else drift.reason_of(error.status, error.message, key.kind),
-            error.message,
-            since=held.refusal.since if held else observed.wall,
-            deletion=deletion,
-        )
-        self._refused[key] = _Refused(refusal, digest, wait, observed.now + wait)
-        what = "cannot be deleted" if deletion else "was refused"
-        self._log.warning("%s %s %s: %s", key.kind, key.name, what, error.message)
+            self._refused.drop(key)
 
     async def _post(self, observed: Observed, event: Post) -> None:
         """An Event; the same one at most once in ten minutes. None is worth a failed look."""

@@ -8,8 +8,9 @@ from minisgl_operator import api, names
 from minisgl_operator.cache import Cache
 from minisgl_operator.kube import Api, ApiError
 from minisgl_operator.metrics import Metrics
-from minisgl_operator.observed import Manifest
+from minisgl_operator.observed import Apply, Delete, Key, Manifest, Plan, Refusal
 from minisgl_operator.reconcile import Task
+from minisgl_operator.refusals import Refusals
 from tests.unit.operator.cases import SETTINGS, UID, observe
 
 SPEC = {"model": {"uri": "file:///m"}, "suspend": True}
@@ -71,13 +72,32 @@ async def test_a_child_that_may_not_be_deleted_holds_up_no_other_and_no_status()
     )
 
 
-async def test_a_deletion_that_is_refused_is_tried_again_less_and_less_often() -> None:
+async def test_a_deletion_that_is_refused_is_not_tried_again_at_the_next_look() -> None:
     server = Server()
     async with acting(server, "one") as task:
         assert await task.look() <= 1.0
         await task.look()
-        assert server.denied == ["one"]
-        for held in task._refused.values():
-            held.next_try = 0.0
-        assert 1.0 < await task.look() <= 2.0
-        assert server.denied == ["one", "one"]
+    assert server.denied == ["one"]
+
+
+def test_what_is_refused_is_tried_again_less_and_less_often() -> None:
+    refused, key, now = Refusals(), Key("Service", "one"), 0.0
+    waits = []
+    for _ in range(12):
+        refused.note(key, "uid", Refusal("Forbidden", "no", since=now), now)
+        (next_try,) = refused.tries()
+        assert refused.waits(key, "uid", next_try - 0.1)
+        assert not refused.waits(key, "uid", next_try) and not refused.waits(key, "other", now)
+        waits.append(next_try - now)
+        now = next_try
+    assert waits == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300, 300]
+    assert refused.seen()[key].since == 0.0
+
+
+def test_a_refusal_is_forgotten_once_nothing_asks_for_it() -> None:
+    refused, key = Refusals(), Key("Service", "one")
+    refused.note(key, "uid", Refusal("Forbidden", "no", since=0.0, deletion=True), 0.0)
+    refused.keep(Plan((Delete(key, "uid"),)))
+    assert refused.seen()
+    refused.keep(Plan((Apply({"kind": "Service", "metadata": {"name": "one"}}),)))
+    assert not refused.seen()
