@@ -332,7 +332,9 @@ class CudaRunner:
             self._logits = torch.empty(shape, dtype=self._dtype, device=self._device)
             self.parts.attention.init_capture(sizes[-1])
             self._pool = torch.cuda.graph_pool_handle()
-            inputs = torch.zeros((3, sizes[-1]), dtype=torch.int32, device=self._device)
+            # Each row starts at a multiple of 16 bytes.
+            width = -(-sizes[-1] // 4) * 4
+            inputs = torch.zeros((3, width), dtype=torch.int32, device=self._device)
             for size in reversed(sizes):
                 self._graphs[size] = self._capture(size, inputs)
             self._stream.synchronize()

@@ -187,12 +187,13 @@ class Engine(StepEngine):
         )  # fmt: skip
         most = CUDA_GRAPH_MAX_BS if config.cuda_graph_max_bs is None else config.cuda_graph_max_bs
         sizes = graph_sizes(min(most, requests))
-        if sizes and not attention.captures:
-            _log.warning(
-                "decode runs without CUDA graphs: --attention-backend %s has none",
-                config.attention_backend,
-            )
-            sizes = []
+        for able, what in (
+            (attention.captures, f"--attention-backend {config.attention_backend}"),
+            (network.model.captures, "the model's experts without Triton"),
+        ):
+            if sizes and not able:
+                _log.warning("decode runs without CUDA graphs, because of %s", what)
+                sizes = []
         figures: dict[str, Any] = {}
         if config.num_pages is None:
             taken = free[comm.rank] - measure.free_bytes(device)

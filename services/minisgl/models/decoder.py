@@ -157,6 +157,11 @@ class Decoder(BaseOP):
         self.layers = OPList(self._layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
 
+    @property
+    def captures(self) -> bool:
+        """Whether its steps may be part of a CUDA graph: experts in torch operations may not."""
+        return all(getattr(layer.mlp, "captures", True) for layer in self._layers)
+
     def forward(self, batch: ForwardBatch, attn: AttentionBackend, pool: KVPool) -> torch.Tensor:
         """The hidden state of each request's last token: [B, hidden]."""
         rope = Rope(self._rotary, self._rope_table, batch.positions, self._dtype)
