@@ -26,4 +26,5 @@ BENCH: Commands = {
     "serve": ("latencies and throughput of a running server", _benchmark("serve")),
     "bus": ("what Redis costs a token against ZMQ, on a fake engine", _benchmark("bus")),
     "kernels": ("bandwidth of each kernel against its reference", _benchmark("kernels")),
+    "attention": ("bandwidth of decode attention on a GPU", _benchmark("attention")),
 }
