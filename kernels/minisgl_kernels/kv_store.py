@@ -16,8 +16,8 @@ def store_kv_reference(
     out_loc: torch.Tensor,
 ) -> None:  # fmt: skip
     """The same as `store_kv`, in torch operations for any device; no slot may be negative."""
-    k_slots.index_copy_(0, out_loc, k)
-    v_slots.index_copy_(0, out_loc, v)
+    k_slots.index_copy_(0, out_loc.long(), k)
+    v_slots.index_copy_(0, out_loc.long(), v)
 
 
 def store_kv(

@@ -41,7 +41,7 @@ def qk_rope_store_reference(
         turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
         return turned.to(qkv.dtype)
 
-    store_kv_reference(rotate(k), heads[:, hq + hkv :], k_slots, v_slots, out_loc.long())
+    store_kv_reference(rotate(k), heads[:, hq + hkv :], k_slots, v_slots, out_loc)
     return rotate(q)
 
 

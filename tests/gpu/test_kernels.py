@@ -91,7 +91,7 @@ def test_store_kv_writes_strided_rows_to_their_slots_and_nothing_else(
     expected = slots.clone()
     out_loc = torch.randperm(300, device=DEVICE)[:tokens].to(index)
     kv_store.store_kv(k, v, slots[0], slots[1], out_loc)
-    kv_store.store_kv_reference(k, v, expected[0], expected[1], out_loc.long())
+    kv_store.store_kv_reference(k, v, expected[0], expected[1], out_loc)
     assert torch.equal(slots, expected)
 
 

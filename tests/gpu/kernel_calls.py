@@ -1,0 +1,103 @@
+"""One small call of each kernel of the project's own, for tools that watch the device's memory.
+
+    compute-sanitizer --tool memcheck python -m tests.gpu.kernel_calls [NAME ...]
+
+Sizes are odd, so that an access past an end is one past an allocation: run it with
+PYTORCH_NO_CUDA_MEMORY_CACHING=1, which gives each tensor one of its own.
+"""
+
+import sys
+from collections.abc import Callable
+
+import torch
+
+from minisgl_kernels import activation, decode_inputs, embedding, kv_store, norm, qk_rope_store
+from minisgl_kernels.sample import sample
+
+DEVICE = "cuda"
+
+
+def _randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE, dtype=dtype)
+
+
+def _integers(below: int, *shape: int) -> torch.Tensor:
+    return torch.randint(below, shape, device=DEVICE, dtype=torch.int32)
+
+
+def call_embedding() -> None:
+    """Rows of 2,048 and of 14 bytes."""
+    for hidden in (1024, 7):
+        embedding.embedding(_integers(200, 37), _randn(100, hidden), 50, 100)
+
+
+def call_store_kv() -> None:
+    """Views of a QKV product."""
+    for heads, dim in ((8, 128), (1, 7)):
+        qkv = _randn(5, 4 * heads, dim)
+        slots = _randn(2, 9, heads, dim)
+        out_loc = torch.randperm(9, device=DEVICE)[:5].int()
+        kv_store.store_kv(qkv[:, 2 * heads : 3 * heads], qkv[:, 3 * heads :], *slots, out_loc)
+
+
+def call_norms() -> None:
+    """Rows of one warp, of several, and of several accesses a thread."""
+    for hidden in (128, 1024, 16384, 33):
+        norm.rms_norm(_randn(3, hidden), _randn(hidden), 1e-6)
+        norm.add_rms_norm(_randn(3, hidden), _randn(3, hidden), _randn(hidden), 1e-6)
+
+
+def call_qk_rope_store() -> None:
+    """Groups of 8 and 16 lanes, one of them not full."""
+    for dim in (64, 80, 128):
+        slots = _randn(2, 7, 2, dim)
+        qkv, table = _randn(5, 7 * dim), _randn(11, dim, dtype=torch.float32)
+        out_loc = torch.randperm(7, device=DEVICE)[:5].int()
+        weight = _randn(dim)
+        qk_rope_store.qk_rope_store(
+            qkv, weight, weight, 1e-6, table, _integers(11, 5), out_loc, *slots, 3, 2
+        )
+
+
+def call_silu_and_mul() -> None:
+    """Accesses of 16 and of 2 bytes."""
+    for width in (3072, 33):
+        activation.silu_and_mul(_randn(3, 2 * width))
+
+
+def call_decode_inputs() -> None:
+    """Fewer requests than a block has threads."""
+    tables = _integers(99, 2, 7, 13)
+    found = torch.empty(3, 5, dtype=torch.int32, device=DEVICE)
+    decode_inputs.decode_inputs(_integers(7, 5), _integers(12, 5) + 1, *tables, *found)
+
+
+def call_sample() -> None:
+    """Full accesses and single ones, greedy rows and draws, into a token pool."""
+    for vocab_size, dtype in ((4099, torch.bfloat16), (8192, torch.float32), (3, torch.float32)):
+        seeds = torch.arange(4, device=DEVICE)
+        greedy = torch.tensor([0, 1, 0, 0], dtype=torch.uint8, device=DEVICE)
+        sample(
+            _randn(4, vocab_size, dtype=dtype), torch.ones(4, device=DEVICE), seeds, seeds, greedy,
+            token_pool=_integers(9, 4), output_index=seeds,
+        )  # fmt: skip
+
+
+CALLS: dict[str, Callable[[], None]] = {
+    name.removeprefix("call_"): call
+    for name, call in list(globals().items())
+    if name.startswith("call_")
+}
+
+
+def main(names: list[str]) -> None:
+    """Call the kernels of these names, or all."""
+    torch.manual_seed(0)
+    for name in names or CALLS:
+        CALLS[name]()
+        torch.cuda.synchronize()
+        print(f"called {name}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
