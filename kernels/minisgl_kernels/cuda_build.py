@@ -14,7 +14,9 @@ import logging
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ from minisgl_kernels.build import (
 DISABLE_PDL_ENV = "MINISGL_DISABLE_PDL"
 """Set to 1, kernels start after the one before has ended, not while it ends."""
 MIN_CAPABILITY = (8, 0)
+MAX_COMPILERS = 16
+"""Each takes up to 0.5 GB of memory."""
 CUDA_TYPES = {
     torch.bfloat16: "__nv_bfloat16",
     torch.float16: "__half",
@@ -155,6 +159,21 @@ class Family:
         if isinstance(made, KernelUnavailable):
             raise made
         return made
+
+
+def prepare(wanted: Iterable[tuple[Family, tuple[Any, ...]]]) -> None:
+    """Compile variants at the same time that are about to be called, instead of one by one.
+
+    Signatures that have no kernel are left out: their calls say so.
+    """
+
+    def compile_one(variant: tuple[Family, tuple[Any, ...]]) -> None:
+        family, signature = variant
+        with suppress(KernelUnavailable):
+            family[signature]
+
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_COMPILERS)) as pool:
+        list(pool.map(compile_one, wanted))
 
 
 def check_tools() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from minisgl_kernels import build, cuda_build, embedding, norm, qk_rope_store
 from minisgl_kernels.build import CSRC, KernelUnavailable
-from minisgl_kernels.cuda_build import Family, cuda_module, nvcc_command
+from minisgl_kernels.cuda_build import Family, cuda_module, nvcc_command, prepare
 
 BF16 = {"ELEMENT": "__nv_bfloat16"}
 SOURCES = {
@@ -154,6 +154,14 @@ def test_a_family_has_one_module_for_each_signature(machine, monkeypatch):
     assert family[1,] is family[1,]
     assert family[2,] is not family[1,]
     assert len(machine.compiled()) == 2
+
+
+def test_variants_are_prepared_together_and_those_without_a_kernel_left_out(machine):
+    family = Family("norm", "run", norm._macros)
+    prepare((family, (hidden, torch.bfloat16)) for hidden in (64, 128, 65536, 256))
+    assert len(machine.compiled()) == 3
+    family[128, torch.bfloat16]()
+    assert len(machine.compiled()) == 3
 
 
 def test_a_signature_without_a_kernel_is_refused_each_time_and_never_compiled(machine):
