@@ -198,11 +198,16 @@ __device__ Best search(const Draw& d, const Access* share, int begin, int count,
     const uint32_t block = static_cast<uint32_t>(begin + i) / 4;
     const Words words[2] = {philox(block, d.position, d.k0, d.k1),
                             philox(block + 1, d.position, d.k0, d.k1)};
-    float bound[kTokens];
-    uint32_t mask = 0;
+    float bound[kTokens], top = -kInfinity;
 #pragma unroll
     for (int j = 0; j < kTokens; ++j) {
       bound[j] = fmaf(below[j], d.slope, noise_bound(words[j / 4].of[j % 4]));
+      top = fmaxf(top, bound[j]);
+    }
+    if (!__any_sync(kAll, top >= needed)) continue;
+    uint32_t mask = 0;
+#pragma unroll
+    for (int j = 0; j < kTokens; ++j) {
       if (bound[j] >= needed && below[j] * d.slope >= d.least) mask |= 1u << j;
     }
     // Tokens after the end are -inf, and may pass as long as nothing was found.
