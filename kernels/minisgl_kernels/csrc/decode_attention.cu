@@ -65,8 +65,7 @@ __global__ void __launch_bounds__(kPlanThreads)
   extern __shared__ int first[];  // [batch + 1] first tile of each request, and of all
   __shared__ int warp_sums[kPlanThreads / 32];
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  wait_for_previous();
-  launch_next();
+  wait_for_previous();  // and no `launch_next`: see `attention`
   const int each = (batch + kPlanThreads - 1) / kPlanThreads;
   const int begin = min(thread * each, batch), stop = min(begin + each, batch);
   int sum = 0;
@@ -110,6 +109,7 @@ __global__ void __launch_bounds__(kPlanThreads)
     }
     chunks[c] = chunk;
   }
+  __threadfence();
 }
 
 // ---- attention: once a layer ------------------------------------------------------------------
@@ -162,6 +162,15 @@ __device__ float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+__device__ Request load(const Request* from) {
+  const int4 x = __ldcg(reinterpret_cast<const int4*>(from));
+  return Request{x.x, x.y, x.z, x.w};
+}
+__device__ Chunk load(const Chunk* from) {
+  const int4 x = __ldcg(reinterpret_cast<const int4*>(from));
+  return Chunk{x.x, x.y, x.z, x.w, load(&from->request)};
 }
 
 // Over the lanes that hold the same column of an accumulator.
@@ -264,10 +273,12 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
   const int64_t worker = int64_t{blockIdx.x} * WARPS + warp;
   const int number = static_cast<int>(worker / in.kv_heads);
   const int head = static_cast<int>(worker % in.kv_heads);
-  wait_for_previous();
-  launch_next();
+  // Before `wait_for_previous` the kernel before this one may still run. It stores the new tokens
+  // of this layer, so the tile of a request's last token waits for it; what else is copied here,
+  // the plan, the page table and older tokens, is done with: no kernel is launched before the plan
+  // has ended. Those are read from the L2 cache, where that is sure to be seen.
   if (number >= in.max_chunks) return;
-  const Chunk chunk = in.chunks[number];
+  const Chunk chunk = load(in.chunks + number);
   if (chunk.start == chunk.end) return;
 
   const uint32_t ring = static_cast<uint32_t>(__cvta_generic_to_shared(memory)) +
@@ -277,7 +288,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
 
   // The copies run ahead of the products. `slot` is of token lane % 16 in the tile that is to be
   // copied next; it is asked for one tile before it is needed.
-  Request ahead = chunk.request, following = in.requests[chunk.index + 1];
+  Request ahead = chunk.request, following = load(in.requests + chunk.index + 1);
   int ahead_index = chunk.index, ahead_end = ahead.end(), next = chunk.start;
   const auto slot_of_next = [&]() {
     if (next >= chunk.end) return 0;
@@ -285,10 +296,10 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
       ahead = following;
       ahead_end = ahead.end();
       // one entry stands after the last request, and is asked for at most
-      if (ahead_end < chunk.end) following = in.requests[++ahead_index + 1];
+      if (ahead_end < chunk.end) following = load(in.requests + ++ahead_index + 1);
     }
     const int token = min((next - ahead.first) * kTile + lane % kTile, ahead.tokens - 1);
-    return in.page_table[ahead.row * in.columns + token];
+    return __ldcg(in.page_table + ahead.row * in.columns + token);
   };
   int slot = slot_of_next();
   const auto copy_next = [&](int stage) {
@@ -307,8 +318,17 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
   };
+  bool waited = false;
 #pragma unroll
-  for (int stage = 0; stage < STAGES - 1; ++stage) copy_next(stage);
+  for (int stage = 0; stage < STAGES - 1; ++stage) {
+    if (!waited && next + 1 == ahead_end) {
+      wait_for_previous();
+      waited = true;
+    }
+    copy_next(stage);
+  }
+  if (!waited) wait_for_previous();
+  launch_next();
 
   // Of the request at hand: its queries as columns, and what was computed of it in this chunk.
   int index = chunk.index;
@@ -429,7 +449,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
       }
     }
     if (tile + 1 < chunk.end) {
-      request = in.requests[++index];
+      request = load(in.requests + ++index);
       begin_request();
     }
   }
