@@ -17,7 +17,12 @@ from minisgl.attention.registry import make_backend
 from minisgl.attention.torch_backend import TorchBackend
 from minisgl.kvcache.pool import KVPool
 from minisgl_kernels.block_table import block_table_function, block_table_reference
-from minisgl_kernels.decode_attention import DecodeAttention, max_chunks, plan_reference
+from minisgl_kernels.decode_attention import (
+    DecodeAttention,
+    decode_attention_reference,
+    max_chunks,
+    plan_reference,
+)
 
 DEVICE = torch.device("cuda")
 TOLERANCE = 8e-3
@@ -154,9 +159,13 @@ def test_the_kernel_of_our_own_takes_float16() -> None:
     batch, q = case.step(lens - 1, np.ones(BATCH, np.int64)), case.queries(BATCH)
     assert batch.device_lens_dev is not None
     kernel.plan(batch.device_lens_dev, batch.rows)
-    case.assert_right(
-        kernel.attention(q, case.pool.k(1), case.pool.v(1), case.page_table), q, batch
+    k, v = case.pool.k(1), case.pool.v(1)
+    out = kernel.attention(q, k, v, case.page_table)
+    case.assert_right(out, q, batch)
+    reference = decode_attention_reference(
+        q, k, v, case.page_table, batch.device_lens.tolist(), batch.rows.tolist()
     )
+    assert (out.float() - reference).norm() < TOLERANCE * reference.norm()
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64, 128])
