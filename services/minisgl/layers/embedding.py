@@ -11,6 +11,7 @@ from minisgl.layers.base import META, BaseOP, Piece
 from minisgl.layers.sharding import padded_shard
 from minisgl_kernels.build import KernelUnavailable
 from minisgl_kernels.embedding import embedding_function
+from minisgl_kernels.skinny_linear import max_tokens, skinny_linear_function
 
 
 class _VocabParallel(BaseOP):
@@ -19,6 +20,7 @@ class _VocabParallel(BaseOP):
     def __init__(self, vocab: int, hidden: int, dtype: torch.dtype, comm: Communicator) -> None:
         self._shard = padded_shard(vocab, comm.rank, comm.size)
         self._vocab, self._hidden, self._comm = vocab, hidden, comm
+        self._few = max_tokens() if comm.size == 1 else 0
         self.weight = torch.empty(self._shard.local, hidden, dtype=dtype, device=META)
 
     def pieces(self, prefix: str = "") -> Iterator[Piece]:
@@ -27,6 +29,15 @@ class _VocabParallel(BaseOP):
             prefix + "weight", (self._vocab, self._hidden), (self._shard.take, hidden),
             prefix + "weight", (slice(0, self._shard.count), hidden),
         )  # fmt: skip
+
+    def _logits(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        if x.is_cuda and len(x) <= self._few and (kernel := skinny_linear_function()) is not None:
+            with contextlib.suppress(KernelUnavailable):  # of this type or width
+                return kernel(x, self.weight, out=out)
+        if out is not None and self._comm.size == 1:
+            return torch.mm(x, self.weight.t(), out=out)
+        logits = self._comm.all_gather(F.linear(x, self.weight))[:, : self._vocab]
+        return logits if out is None else out.copy_(logits)
 
 
 class VocabParallelEmbedding(_VocabParallel):
@@ -54,7 +65,7 @@ class ParallelLMHead(_VocabParallel):
 
     def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """x is [B, hidden]; the result [B, vocab], whole on every rank; in `out` if it is given."""
-        return _logits(x, self.weight, self._vocab, self._comm, out)
+        return self._logits(x, out)
 
 
 class TiedLMHead(BaseOP):
@@ -65,14 +76,4 @@ class TiedLMHead(BaseOP):
 
     def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """x is [B, hidden]; the result [B, vocab], whole on every rank; in `out` if it is given."""
-        table = self._embedding
-        return _logits(x, table.weight, table._vocab, table._comm, out)
-
-
-def _logits(
-    x: torch.Tensor, weight: torch.Tensor, vocab: int, comm: Communicator, out: torch.Tensor | None
-) -> torch.Tensor:
-    if out is not None and comm.size == 1:
-        return torch.mm(x, weight.t(), out=out)
-    logits = comm.all_gather(F.linear(x, weight))[:, :vocab]
-    return logits if out is None else out.copy_(logits)
+        return self._embedding._logits(x, out)

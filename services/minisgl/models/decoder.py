@@ -19,6 +19,12 @@ from minisgl.models.config import ModelConfig
 from minisgl.moe.layer import MoeMLP
 from minisgl_kernels.build import KernelUnavailable
 from minisgl_kernels.qk_rope_store import qk_rope_store_function
+from minisgl_kernels.skinny_linear import (
+    K_STEP,
+    SkinnyLinear,
+    max_tokens,
+    skinny_linear_function,
+)
 
 
 class Rope:
@@ -65,10 +71,16 @@ class Attention(BaseOP):
         pool: KVPool,
     ) -> torch.Tensor:  # fmt: skip
         """x is [T, hidden]; so is the result."""
-        qkv = self.qkv_proj.forward(x)
+        return self.o_proj.forward(self.heads(self.qkv_proj.forward(x), rope, batch, attn, pool))
+
+    def heads(
+        self, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch, attn: AttentionBackend,
+        pool: KVPool,
+    ) -> torch.Tensor:  # fmt: skip
+        """From the QKV product to what the O projection takes."""
         q = self._turn_and_store(qkv, rope, batch, pool)
         out = attn.forward(q, self._layer, pool, batch)
-        return self.o_proj.forward(out.reshape(-1, self._q * self._dim))
+        return out.reshape(-1, self._q * self._dim)
 
     def _turn_and_store(
         self, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch, pool: KVPool
@@ -135,6 +147,24 @@ class DecoderLayer(BaseOP):
         x, residual = self.post_attention_layernorm.forward_add(x, residual)
         return self.mlp.forward(x), residual
 
+    def forward_few(
+        self, h: torch.Tensor, rope: Rope, batch: ForwardBatch, attn: AttentionBackend,
+        pool: KVPool, linear: SkinnyLinear,
+    ) -> None:  # fmt: skip
+        """The same for few tokens of one rank: adds to the residual h [T, hidden] in place."""
+        before, behind = self.input_layernorm, self.post_attention_layernorm
+        attention, mlp = self.self_attn, self.mlp
+        project, back = attention.qkv_proj, attention.o_proj
+        qkv = linear(h, project.weight, norm=before.weight, eps=before.eps, bias=project.bias)
+        heads = attention.heads(qkv, rope, batch, attn, pool)
+        linear(heads, back.weight, bias=back.bias, residual=h)
+        if not isinstance(mlp, MLP):
+            h.add_(mlp.forward(behind.forward(h)))
+            return
+        up, down = mlp.gate_up_proj, mlp.down_proj
+        x = linear(h, up.weight, norm=behind.weight, eps=behind.eps, silu=True)
+        linear(x, down.weight, bias=down.bias, residual=h)
+
 
 class Decoder(BaseOP):
     """Embedding, layers and the last norm."""
@@ -156,6 +186,11 @@ class Decoder(BaseOP):
         ]
         self.layers = OPList(self._layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        widths = (config.hidden_size, heads.q.local * config.head_dim, config.intermediate_size)
+        alone = device.type == "cuda" and comm.size == 1
+        # Not float16: before it is divided by its norm, the residual may be too large for it.
+        known = dtype == torch.bfloat16 and not any(width % K_STEP for width in widths)
+        self._few = max_tokens() if alone and known and not config.mlp_bias else 0
 
     @property
     def captures(self) -> bool:
@@ -166,8 +201,12 @@ class Decoder(BaseOP):
         """The hidden state of each request's last token: [B, hidden]."""
         rope = Rope(self._rotary, self._rope_table, batch.positions, self._dtype)
         x, residual = self.embed_tokens.forward(batch.input_ids), None
-        for layer in self._layers:
-            x, residual = layer.forward(x, residual, rope, batch, attn, pool)
+        if len(x) <= self._few and (linear := skinny_linear_function()) is not None:
+            for layer in self._layers:
+                layer.forward_few(x, rope, batch, attn, pool, linear)
+        else:
+            for layer in self._layers:
+                x, residual = layer.forward(x, residual, rope, batch, attn, pool)
         if not batch.is_decode:
             x = x.index_select(0, batch.last_indices)
             residual = None if residual is None else residual.index_select(0, batch.last_indices)

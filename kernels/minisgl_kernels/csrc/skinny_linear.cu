@@ -1,0 +1,243 @@
+// Few tokens times a weight matrix: out[M, N] = x[M, K] W[N, K]^T for M up to 32, in the time that
+// reading W takes.
+//
+// A block has 8 or 16 rows of W, its warps share the K dimension, and tensor cores multiply:
+// mma.m16n8k16 with tokens as its 16 rows and 8 rows of W as its columns. The order of k within a
+// product does not matter as long as both sides have the same, so a thread takes its 8 elements of
+// 32 k with one load of 16 bytes, of W and of x alike, and no shared memory lies between.
+//
+// W does not depend on the kernel before: each warp has its first loads under way before it waits,
+// so with programmatic dependent launch the weights come while the kernel before ends.
+//
+// NORM: x is normalised first: out = rms(x) * (x * norm_weight) W^T, with the factor rms(x) of each
+// token applied at the end. MODE 0 stores (with bias, if any), 1 adds to out in place (a residual),
+// 2 stores silu(gate) * up, where W holds N / 2 rows of gate and then those of up.
+#include "common.cuh"
+
+#pragma nv_diag_suppress 177  // of two element types one is not used
+
+using namespace minisgl;
+
+namespace {
+
+using T = ELEMENT;
+
+// Macros: ELEMENT, NORM, MODE.
+constexpr int kMaxWarps = 8;
+
+template <class E>
+struct Pair;
+template <>
+struct Pair<__nv_bfloat16> {
+  __device__ static float2 unpack(uint32_t x) {
+    return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&x));
+  }
+  __device__ static uint32_t pack(float a, float b) {
+    const __nv_bfloat162 both = __floats2bfloat162_rn(a, b);
+    return *reinterpret_cast<const uint32_t*>(&both);
+  }
+  __device__ static void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+        "{%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+};
+template <>
+struct Pair<__half> {
+  __device__ static float2 unpack(uint32_t x) {
+    return __half22float2(*reinterpret_cast<const __half2*>(&x));
+  }
+  __device__ static uint32_t pack(float a, float b) {
+    const __half2 both = __floats2half2_rn(a, b);
+    return *reinterpret_cast<const uint32_t*>(&both);
+  }
+  __device__ static void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+        "{%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+};
+
+__device__ inline uint4 load_once(const T* from) {  // weights: read once, kept in no cache near
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from));
+  return v;
+}
+
+// x * weight for 8 elements, rounded; their squares are added to `squares`.
+__device__ inline void scale(uint4& x, const uint4& weight, float& squares) {
+  uint32_t* a = reinterpret_cast<uint32_t*>(&x);
+  const uint32_t* b = reinterpret_cast<const uint32_t*>(&weight);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 v = Pair<T>::unpack(a[i]), w = Pair<T>::unpack(b[i]);
+    squares = fmaf(v.x, v.x, fmaf(v.y, v.y, squares));
+    a[i] = Pair<T>::pack(v.x * w.x, v.y * w.y);
+  }
+}
+
+// TT: groups of 8 tokens. R: groups of 8 rows of W; with MODE 2 one of gate and one of up.
+template <int TT, int R>
+__global__ void __launch_bounds__(kMaxWarps * 32)
+    skinny_linear(T* out, const T* x, const T* w, const T* norm_weight, const T* bias, float eps,
+                  int tokens, int rows, int k) {
+  constexpr int kUnroll = 8 / R;          // products of 32 k that are under way at once
+  constexpr int kTiles = (TT + 1) / 2;    // of 16 tokens
+  constexpr int kParts = TT == 1 ? 2 : 4;  // of the accumulators that are in use
+  __shared__ float sums[kMaxWarps][kTiles * R * kParts][32];
+  __shared__ float squares_of[kMaxWarps][TT * 8];
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+  const int group = lane / 4, quad = lane % 4;
+  const int half = rows / 2;  // MODE 2: rows of gate
+  const int columns = k / 32;
+  const T* from[R];
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    int row = MODE == 2 ? blockIdx.x * 8 + group + r * half : (blockIdx.x * R + r) * 8 + group;
+    if (MODE == 2 && blockIdx.x * 8 + group >= half) row = 0;
+    if (row >= rows) row = 0;  // read for nothing, and not stored
+    from[r] = w + static_cast<int64_t>(row) * k + quad * 8;
+  }
+  const uint4 none = make_uint4(0, 0, 0, 0);
+  uint4 next[R][kUnroll];
+  auto fetch = [&](int first) {
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int column = first + u * warps;
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        next[r][u] = column < columns ? load_once(from[r] + column * 32) : none;
+      }
+    }
+  };
+  fetch(warp);
+  wait_for_previous();
+  launch_next();
+
+  float sum[kTiles][R][4] = {};
+  float squares[TT] = {};
+  for (int first = warp; first < columns; first += kUnroll * warps) {
+    uint4 weights[R][kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+#pragma unroll
+      for (int r = 0; r < R; ++r) weights[r][u] = next[r][u];
+    }
+    if (first + kUnroll * warps < columns) fetch(first + kUnroll * warps);
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int column = first + u * warps;
+      if (column >= columns) break;
+      const int at = column * 32 + quad * 8;
+      uint4 mine[TT];
+#pragma unroll
+      for (int t = 0; t < TT; ++t) {
+        const int token = t * 8 + group;
+        mine[t] = token < tokens
+                      ? *reinterpret_cast<const uint4*>(x + static_cast<int64_t>(token) * k + at)
+                      : none;
+      }
+      if (NORM) {
+        const uint4 scales = *reinterpret_cast<const uint4*>(norm_weight + at);
+#pragma unroll
+        for (int t = 0; t < TT; ++t) scale(mine[t], scales, squares[t]);
+      }
+#pragma unroll
+      for (int m = 0; m < kTiles; ++m) {
+        const uint4 low = mine[2 * m], high = 2 * m + 1 < TT ? mine[(2 * m + 1) % TT] : none;
+        const uint32_t a0[4] = {low.x, high.x, low.y, high.y};
+        const uint32_t a1[4] = {low.z, high.z, low.w, high.w};
+#pragma unroll
+        for (int r = 0; r < R; ++r) {
+          Pair<T>::mma(sum[m][r], a0, weights[r][u].x, weights[r][u].y);
+          Pair<T>::mma(sum[m][r], a1, weights[r][u].z, weights[r][u].w);
+        }
+      }
+    }
+  }
+
+#pragma unroll
+  for (int m = 0; m < kTiles; ++m) {
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+#pragma unroll
+      for (int i = 0; i < kParts; ++i) sums[warp][(m * R + r) * kParts + i][lane] = sum[m][r][i];
+    }
+  }
+  if (NORM) {
+#pragma unroll
+    for (int t = 0; t < TT; ++t) {
+      const float all = group_sum<4>(squares[t]);
+      if (quad == 0) squares_of[warp][t * 8 + group] = all;
+    }
+  }
+  __syncthreads();
+
+  // A thread an output; neighbours have neighbouring rows of one token.
+  constexpr int kOutputs = MODE == 2 ? 8 : 8 * R;
+  const int stored = MODE == 2 ? half : rows;
+  for (int i = threadIdx.x; i < tokens * kOutputs; i += blockDim.x) {
+    const int token = i / kOutputs, at = i % kOutputs;
+    const int row = blockIdx.x * kOutputs + at;
+    if (row >= stored) continue;
+    // Where the accumulators of a product have this token and this row: see the PTX manual.
+    const int part = (token / 8 % 2) * 2 + at % 2, place = (token % 8) * 4 + (at % 8) / 2;
+    auto total = [&](int r) {
+      float all = 0.0f;
+      for (int v = 0; v < warps; ++v) {
+        all += sums[v][(token / 16 * R + r) * kParts + part][place];
+      }
+      return all;
+    };
+    float factor = 1.0f;
+    if (NORM) {
+      float all = 0.0f;
+      for (int v = 0; v < warps; ++v) all += squares_of[v][token];
+      factor = rsqrtf(all / k + eps);
+    }
+    T* to = out + static_cast<int64_t>(token) * stored + row;
+    if (MODE == 2) {
+      const float gate = total(0) * factor, up = total(R - 1) * factor;
+      *to = from_float<T>(gate / (1.0f + __expf(-gate)) * up);
+    } else {
+      float value = total(at / 8) * factor;
+      if (bias != nullptr) value += to_float(bias[row]);
+      if (MODE == 1) value += to_float(*to);
+      *to = from_float<T>(value);
+    }
+  }
+}
+
+template <int TT, int R>
+int run(Args args) {
+  const int tokens = args.size(1, 0), k = args.size(1, 1), rows = args.size(2, 0);
+  const int outputs = MODE == 2 ? 8 : 8 * R, stored = MODE == 2 ? rows / 2 : rows;
+  const int warps = k <= 1024 ? 4 : kMaxWarps;
+  return launch(skinny_linear<TT, R>, (stored + outputs - 1) / outputs, warps * 32, 0,
+                args.stream(), args.data<T>(0), args.data<const T>(1), args.data<const T>(2),
+                args.data<const T>(3), args.data<const T>(4), args.number(5), tokens, rows, k);
+}
+
+}  // namespace
+
+// (out [M, N], x [M, K], w [N, K], norm_weight [K] or None, bias [N] or None, eps, wide)
+EXPORT(skinny_linear) {
+  const int tokens = args.size(1, 0);
+#if MODE == 2
+  if (tokens <= 8) return run<1, 2>(args);
+  if (tokens <= 16) return run<2, 2>(args);
+  return run<4, 2>(args);
+#else
+  const bool wide = args.integer(6) != 0;
+  if (tokens <= 8) return wide ? run<1, 2>(args) : run<1, 1>(args);
+  if (tokens <= 16) return wide ? run<2, 2>(args) : run<2, 1>(args);
+  return wide ? run<4, 2>(args) : run<4, 1>(args);
+#endif
+}
