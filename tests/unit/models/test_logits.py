@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from minisgl.attention.base import AttentionContext
 from minisgl.attention.registry import make_backend
+from minisgl.models.config import load_model_config
 from tests.tiny import FAMILIES, VOCAB, reference_logits
-from tests.unit.models.stepper import CPU, Stepper
+from tests.unit.models.stepper import CPU, LENGTH, ROWS, Stepper
 
 Tiny = Callable[[str], Path]
 
@@ -59,7 +61,13 @@ def test_a_prefix_in_the_slots_of_another_request_is_used(tiny: Tiny) -> None:
 def test_a_pair_of_backends_shares_the_work_by_phase(tiny: Tiny) -> None:
     (prompt,) = random_prompts(20)
     (want,) = reference_logits(tiny("qwen3"), [prompt])
-    stepper = Stepper(tiny("qwen3"), backend=make_backend("torch,torch", CPU))
+    config = load_model_config(tiny("qwen3"))
+    context = AttentionContext(
+        device=CPU, dtype=torch.float32, num_qo_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, page_size=1,
+        max_running=ROWS, max_seq_len=LENGTH,
+    )  # fmt: skip
+    stepper = Stepper(tiny("qwen3"), backend=make_backend(("torch", "torch"), context))
     close(stepper.step((0, prompt[:19], 0))[0], want[18])
     close(stepper.step((0, prompt[19:], 19))[0], want[19])
 
