@@ -29,7 +29,7 @@ def qk_rope_store_reference(
     v_slots: torch.Tensor, hq: int, hkv: int,
 ) -> torch.Tensor:  # fmt: skip
     """The same as `qk_rope_store`, in float32 torch operations for any device."""
-    heads = qkv.view(qkv.shape[0], hq + 2 * hkv, -1)
+    heads = qkv.view(qkv.shape[0], hq + 2 * hkv, cos_sin.shape[1])
     q, k = heads[:, :hq].float(), heads[:, hq : hq + hkv].float()
     if q_weight is not None and k_weight is not None:
         q = rms_norm_reference(q, q_weight.float(), eps)
