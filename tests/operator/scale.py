@@ -32,6 +32,7 @@ from tests.operator.running import (
 from tests.support import PROC, resident_bytes
 
 REST_SECONDS = 30.0
+DELAY_SECONDS = 0.05
 
 
 def main() -> int:
@@ -58,14 +59,18 @@ async def _measure(
         seen, busy = len(requests_of_operator(server)), processor_seconds(operator.pid)
         count, began = round(rate * seconds), time.monotonic()
         changing = asyncio.create_task(fleet.changes(count, rate))
+        delays: list[float] = []
+        watching = asyncio.create_task(_note_delays(delays))
         for quarter in range(1, 5):
             limit = began + seconds * quarter / 4 - time.monotonic()
             await asyncio.wait({changing}, timeout=max(0.0, limit))
             sizes.append(resident_bytes(operator.pid))
         shown = await changing
         took, busy = time.monotonic() - began, processor_seconds(operator.pid) - busy
+        watching.cancel()
         print(f"{count} changes in {took:.1f} s; the operator: {busy / took:.0%} of a processor")
         _tell_times(shown)
+        _tell_delays(delays)
         _tell_requests(requests_of_operator(server)[seen:], count)
         await asyncio.to_thread(_rest, server, operator)
         sizes.append(resident_bytes(operator.pid))
@@ -88,6 +93,24 @@ def _rest(server: ApiServer, operator: Operator) -> None:
         f"at rest for {REST_SECONDS:.0f} s: {writes} writes, its Lease left out;"
         f" {reads / REST_SECONDS:.1f} reads a second; {busy / REST_SECONDS:.0%} of a processor",
         flush=True,
+    )
+
+
+async def _note_delays(delays: list[float]) -> None:
+    """How much later than asked for this program goes on, as long as it is not cancelled: what
+    disturbs it disturbs all that is measured."""
+    while True:
+        asked = time.monotonic() + DELAY_SECONDS
+        await asyncio.sleep(DELAY_SECONDS)
+        delays.append(time.monotonic() - asked)
+
+
+def _tell_delays(delays: Sequence[float]) -> None:
+    late = sum(delay > DELAY_SECONDS for delay in delays) / len(delays)
+    load = ", ".join(f"{average:.1f}" for average in os.getloadavg())
+    print(
+        f"this program itself was late by more than {DELAY_SECONDS} s in {late:.1%} of its looks,"
+        f" by {max(delays):.2f} s at most; load of the machine: {load}"
     )
 
 
