@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from minisgl.engine import philox
-from minisgl.engine.filters import bounds
+from minisgl.engine.filters import ROWS_AT_ONCE, Ranks, bounds
 from minisgl_kernels.build import KernelUnavailable
 from minisgl_kernels.sample import sample_function
 from minisgl_kernels.sampling import gumbel_draw_function
-
-ROWS_AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +31,8 @@ class DrawBatch:
     """[n] int64; None: no request limits it. The same for the next two."""
     top_p: Tensor | None
     min_p: Tensor | None
+    ranks: Ranks | None = None
+    """What the host knows of top_k and top_p."""
 
     def part(self, rows: slice) -> "DrawBatch":
         """Some of the requests, for those rows of the logits."""
@@ -75,20 +75,20 @@ def draw(logits: Tensor, largest: Tensor, batch: DrawBatch) -> Tensor:
 
 
 def _draw_on_cuda(logits: Tensor, largest: Tensor, batch: DrawBatch) -> Tensor:
-    # Some rows at a time: filters and the reference have up to 80 bytes at hand for each logit.
-    if len(logits) > ROWS_AT_ONCE and (batch.limits or sample_function() is None):
+    kernel = sample_function()
+    # Some rows at a time: the reference has up to 80 bytes at hand for each logit.
+    if kernel is None and len(logits) > ROWS_AT_ONCE:
         parts = []
         for i in range(0, len(logits), ROWS_AT_ONCE):
             rows = slice(i, i + ROWS_AT_ONCE)
             parts.append(_draw_on_cuda(logits[rows], largest[rows], batch.part(rows)))
         return torch.cat(parts)
-    kernel = sample_function()
     if kernel is None:
         return draw_reference(logits, largest, batch)
     least = last = None
     if batch.limits:
         y = _shifted(logits, largest, batch.temperature)
-        least, last = bounds(y, batch.top_k, batch.top_p, batch.min_p)
+        least, last = bounds(y, batch.top_k, batch.top_p, batch.min_p, batch.ranks)
     greedy = torch.zeros_like(largest, dtype=torch.uint8)
     try:
         tokens: Tensor = kernel(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from minisgl.engine import sampling_table as table_
 from minisgl.engine.draw import DrawBatch, draw
+from minisgl.engine.filters import Ranks
 from minisgl.engine.logprobs import LogprobBatch, Logprobs, logprobs_of
 from minisgl.engine.penalties import BiasBatch, BiasState, PenaltyBatch, PenaltyState
 from minisgl.engine.sampling_table import SamplingTable
@@ -157,14 +158,17 @@ class Sampler:
             places = np.flatnonzero(drawing)
             index = self._upload(places)
             rows, positions, needs = rows[places], positions[places], needs[places]
-        top_k = top_p = min_p = None
+        top_k = top_p = min_p = ranks = None
+        k = np.where(needs & table_.TOP_K, table.top_k[rows], self._vocab_size)
+        # One limit that lets everything pass, above the width of any padded row of logits.
+        k = np.where(k < self._vocab_size, k, np.iinfo(np.int32).max)
         if union & table_.TOP_K:
-            k = np.where(needs & table_.TOP_K, table.top_k[rows], self._vocab_size)
-            # One limit that lets everything pass, above the width of any padded row of logits.
-            k = np.where(k < self._vocab_size, k, np.iinfo(np.int32).max)
             top_k = self._upload(k)
         if union & table_.TOP_P:
             top_p = self._upload(table.top_p[rows])
+        if union & (table_.TOP_K | table_.TOP_P):
+            p = np.where(needs & table_.TOP_P, table.top_p[rows], 1.0)
+            ranks = Ranks.of(k, p, self._vocab_size, self._upload)
         if union & table_.MIN_P:
             min_p = self._upload(table.min_p[rows])
         return DrawBatch(
@@ -175,6 +179,7 @@ class Sampler:
             top_k=top_k,
             top_p=top_p,
             min_p=min_p,
+            ranks=ranks,
         )
 
     def _upload(self, array: npt.NDArray[np.generic]) -> Tensor:
