@@ -84,7 +84,7 @@ def _ranked(y: Tensor, k: Tensor, p: Tensor, look: int, all_top_k: bool) -> tupl
     last = _last_of_equals(y, least, kept, (kept < n) & (following == least))
     if n < width and not all_top_k:
         unseen = torch.nonzero(kept == n).flatten()
-        for some in unseen.split(ROWS_AT_ONCE if y.is_cuda else max(len(unseen), 1)):
+        for some in torch.split(unseen, ROWS_AT_ONCE if y.is_cuda else max(len(unseen), 1)):
             if len(some):
                 least[some], last[some] = _ranked(y[some], k[some], p[some], width, all_top_k)
     return least, last
