@@ -23,6 +23,7 @@ def _benchmark(name: str) -> AddArguments:
 
 BENCH: Commands = {
     "offline": ("throughput of the engine without HTTP", _benchmark("offline")),
+    "timeline": ("where the time of decode steps goes, from a trace", _benchmark("timeline")),
     "serve": ("latencies and throughput of a running server", _benchmark("serve")),
     "bus": ("what Redis costs a token against ZMQ, on a fake engine", _benchmark("bus")),
     "kernels": ("bandwidth of each kernel against its reference", _benchmark("kernels")),
