@@ -19,7 +19,8 @@ SkinnyLinear = Callable[..., torch.Tensor]
 
 TOKENS_ENV = "MINISGL_SKINNY_TOKENS"
 """Most tokens that layers give to this kernel; 0: none."""
-MAX_TOKENS = 32
+DEFAULT_TOKENS = 32
+MAX_TOKENS = 64
 K_STEP = 32
 _WIDE_ROWS = 4224
 """From so many rows on a block takes 16 and not 8: there are enough for all multiprocessors."""
@@ -36,8 +37,8 @@ _family = Family("skinny_linear", "skinny_linear", _macros)
 
 
 def max_tokens() -> int:
-    """The value of MINISGL_SKINNY_TOKENS, `MAX_TOKENS` at most and by default."""
-    text = os.environ.get(TOKENS_ENV, str(MAX_TOKENS))
+    """The value of MINISGL_SKINNY_TOKENS, 32 by default and 64 at most."""
+    text = os.environ.get(TOKENS_ENV, str(DEFAULT_TOKENS))
     if not text.isascii() or not text.isdigit():
         raise UsageError(
             f"{TOKENS_ENV} must be a whole number from 0 to {MAX_TOKENS}, not {text!r}"
@@ -69,7 +70,7 @@ def skinny_linear(
     bias: torch.Tensor | None = None, residual: torch.Tensor | None = None, silu: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """`x @ weight.T + bias` for x [M, K] of 1 to 32 tokens and weight [N, K]: [M, N].
+    """`x @ weight.T + bias` for x [M, K] of 1 to 64 tokens and weight [N, K]: [M, N].
 
     `norm` [K]: x is normalised by its root mean square first. `residual` [M, N]: the product is
     added to it, in place, and it is returned. `silu`: weight holds gate and up, and the result is

@@ -1,4 +1,4 @@
-// Few tokens times a weight matrix: out[M, N] = x[M, K] W[N, K]^T for M up to 32, in the time that
+// Few tokens times a weight matrix: out[M, N] = x[M, K] W[N, K]^T for M up to 64, in the time that
 // reading W takes.
 //
 // A block has 8 or 16 rows of W, its warps share the K dimension, and tensor cores multiply:
@@ -233,11 +233,13 @@ EXPORT(skinny_linear) {
 #if MODE == 2
   if (tokens <= 8) return run<1, 2>(args);
   if (tokens <= 16) return run<2, 2>(args);
-  return run<4, 2>(args);
+  if (tokens <= 32) return run<4, 2>(args);
+  return run<8, 2>(args);
 #else
   const bool wide = args.integer(6) != 0;
   if (tokens <= 8) return wide ? run<1, 2>(args) : run<1, 1>(args);
   if (tokens <= 16) return wide ? run<2, 2>(args) : run<2, 1>(args);
-  return wide ? run<4, 2>(args) : run<4, 1>(args);
+  if (tokens <= 32) return wide ? run<4, 2>(args) : run<4, 1>(args);
+  return wide ? run<8, 2>(args) : run<8, 1>(args);
 #endif
 }
