@@ -19,6 +19,10 @@ WARPS_PER_SM = 8
 """Of all blocks together: each warp keeps about 24 KiB of copies in shared memory."""
 MIN_TILES = 2
 """Fewer tiles than this are no chunk: to combine two parts takes as long as to compute one."""
+SPARE_SHARE = 8
+"""Of much work, one part in so many goes to warps that are done early; 0: none does."""
+_SPARE_CHUNKS = 2
+"""Of them for each chunk that a warp owns, at most."""
 _WARPS = 4
 _STAGES = {64: 6, 128: 3}
 _MAX_GROUP = 8
@@ -54,7 +58,7 @@ class DecodeAttention:
     def __init__(
         self, *, max_batch: int, num_qo_heads: int, num_kv_heads: int, head_dim: int,
         dtype: torch.dtype, device: torch.device, sm_count: int | None = None,
-        min_tiles: int = MIN_TILES,
+        min_tiles: int = MIN_TILES, spare_share: int = SPARE_SHARE,
     ) -> None:  # fmt: skip
         """Compiles the kernel. Raises `KernelUnavailable` for a shape that it does not know."""
         group = num_qo_heads // num_kv_heads
@@ -64,14 +68,17 @@ class DecodeAttention:
             raise KernelUnavailable(f"decode attention takes up to {_MAX_BATCH} requests")
         if sm_count is None:
             sm_count = torch.cuda.get_device_properties(device).multi_processor_count
-        chunks = max_chunks(sm_count, num_kv_heads)
+        self.workers = owned_chunks(sm_count, num_kv_heads)
+        chunks = self.workers * (1 + _SPARE_CHUNKS)
         self._plan, self._attention = _plan[signature], _attention[signature]
-        self._scale, self._min_tiles = head_dim**-0.5, min_tiles
+        self._scale, self._cuts = head_dim**-0.5, (self.workers, min_tiles, spare_share)
         self.chunks = torch.zeros((chunks, 8), dtype=torch.int32, device=device)
-        """Index of the first request, first tile, end, 0, and that request's entry below."""
+        """Index of the first request, first tile, end, count of spare chunks, and that request's
+        entry below."""
         self.requests = torch.zeros((max_batch + 1, 4), dtype=torch.int32, device=device)
         """First tile, tokens, row, first chunk << 16 | last chunk."""
         self._arrived = torch.zeros((max_batch, num_kv_heads), dtype=torch.int32, device=device)
+        self._tickets = torch.zeros(1, dtype=torch.int32, device=device)
         parts = (chunks, 2, num_kv_heads, group)
         self._partial = torch.empty((*parts, head_dim), dtype=torch.float32, device=device)
         self._stats = torch.empty((*parts, 2), dtype=torch.float32, device=device)
@@ -79,7 +86,7 @@ class DecodeAttention:
     def plan(self, lens: torch.Tensor, rows: torch.Tensor) -> None:
         """Share out the work of requests with `lens` [B] tokens in `rows` [B] of the page table,
         both int32 on the device. Lengths are 1 or more."""
-        self._plan(self.chunks, self.requests, lens, rows, self._min_tiles)
+        self._plan(self.chunks, self.requests, lens, rows, *self._cuts)
 
     def attention(
         self, q: torch.Tensor, k_slots: torch.Tensor, v_slots: torch.Tensor,
@@ -93,7 +100,7 @@ class DecodeAttention:
         out = torch.empty_like(q)
         self._attention(
             q, out, k_slots, v_slots, page_table, self.chunks, self.requests, self._partial,
-            self._stats, self._arrived, self._scale,
+            self._stats, self._arrived, self._tickets, self.workers, self._scale,
         )  # fmt: skip
         return out
 
@@ -103,30 +110,39 @@ def decode_attention_function() -> Callable[..., DecodeAttention] | None:
     return DecodeAttention if _attention.usable() else None
 
 
-def max_chunks(sm_count: int, num_kv_heads: int) -> int:
+def owned_chunks(sm_count: int, num_kv_heads: int) -> int:
     """Chunks that keep all warps of the device busy, one for each KV head."""
-    return min(max(1, sm_count * WARPS_PER_SM // num_kv_heads), _MAX_CHUNKS - 1)
+    return min(max(1, sm_count * WARPS_PER_SM // num_kv_heads), _MAX_CHUNKS // (1 + _SPARE_CHUNKS))
 
 
 def plan_reference(
-    lens: Int32s, rows: Int32s, chunks: int, min_tiles: int = MIN_TILES
-) -> tuple[Int32s, Int32s]:
-    """What `DecodeAttention.plan` leaves in `chunks` [chunks, 8] and `requests` [B + 1, 4]."""
+    lens: Int32s, rows: Int32s, workers: int, *, stages: int, min_tiles: int = MIN_TILES,
+    spare_share: int = SPARE_SHARE,
+) -> tuple[Int32s, Int32s]:  # fmt: skip
+    """What `DecodeAttention.plan` leaves in `chunks` [all, 8] and `requests` [B + 1, 4]."""
     tiles = -(-lens.astype(np.int64) // TILE)
     ends = np.cumsum(tiles)
     first, total = ends - tiles, int(ends[-1])
-    count = min(chunks, -(-total // min_tiles))
+    owned, spare, owned_tiles = min(workers, -(-total // min_tiles)), 0, total
+    if spare_share and total >= workers * 4 * stages:
+        owned_tiles = total - total // spare_share
+        spare = min(workers * _SPARE_CHUNKS, (total - owned_tiles) // stages)
+        owned_tiles = owned_tiles if spare else total
+    cuts = np.arange(owned) * owned_tiles // owned
+    if spare:
+        rest = np.arange(spare) * (total - owned_tiles) // spare
+        cuts = np.concatenate([cuts, owned_tiles + rest])
+    low = np.searchsorted(cuts, first, side="right") - 1
+    high = np.searchsorted(cuts, ends - 1, side="right") - 1
     requests = np.zeros((len(lens) + 1, 4), np.int64)
-    low = ((first + 1) * count - 1) // total
-    high = (ends * count - 1) // total
     requests[:-1] = np.stack([first, lens, rows, low << 16 | high], axis=1)
     requests[-1, 0] = total
-    out = np.zeros((chunks, 8), np.int64)
-    cuts = np.arange(count + 1) * total // count
-    index = np.searchsorted(first, cuts[:-1], side="right") - 1
-    out[:count, 0], out[:count, 1], out[:count, 2] = index, cuts[:-1], cuts[1:]
-    out[:count, 4:] = requests[index]
-    return out.astype(np.int32), requests.astype(np.int32)
+    index = np.searchsorted(first, cuts, side="right") - 1
+    chunks = np.zeros((workers * (1 + _SPARE_CHUNKS), 8), np.int64)
+    chunks[:, 3] = spare
+    chunks[: len(cuts), :3] = np.stack([index, cuts, np.append(cuts[1:], total)], axis=1)
+    chunks[: len(cuts), 4:] = requests[index]
+    return chunks.astype(np.int32), requests.astype(np.int32)
 
 
 def decode_attention_reference(

@@ -20,7 +20,6 @@ from minisgl_kernels.block_table import block_table_function, block_table_refere
 from minisgl_kernels.decode_attention import (
     DecodeAttention,
     decode_attention_reference,
-    max_chunks,
     plan_reference,
 )
 
@@ -298,12 +297,11 @@ def test_the_device_plans_as_the_reference_does(kv_heads: int) -> None:
         max_batch=700, num_qo_heads=2 * kv_heads, num_kv_heads=kv_heads, head_dim=64,
         dtype=torch.bfloat16, device=DEVICE,
     )  # fmt: skip
-    sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     for count, longest in ((1, 5), (1, 4000), (7, 40), (256, 2000), (700, 3000), (64, 1)):
         lens = random.integers(1, longest + 1, count).astype(np.int32)
         rows = random.permutation(count).astype(np.int32)
         kernel.plan(ints(lens), ints(rows))
-        chunks, requests = plan_reference(lens, rows, max_chunks(sms, kv_heads))
+        chunks, requests = plan_reference(lens, rows, kernel.workers, stages=6)
         np.testing.assert_array_equal(kernel.chunks.cpu().numpy(), chunks)
         np.testing.assert_array_equal(kernel.requests.cpu().numpy()[: count + 1], requests)
 
