@@ -55,7 +55,7 @@ def candidates(rows: int) -> Iterator[tuple[Blocks, Blocks]]:
     m = wide.m
     columns = (32, 64, 128) if m == 16 else (64, 128, 256)
     for n in columns:
-        for k, warps, stages in ((64, 4, 4), (128, 4, 3), (64, 8, 3), (64, 8, 4), (32, 4, 5)):
+        for k, warps, stages in ((64, 4, 4), (128, 4, 3), (64, 8, 3)):
             block = Blocks(m, n, k, warps, stages)
             if m * n <= 128 * 128:
                 yield block, back

@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 from minisgl.distributed.gloo import GlooCommunicator
 from minisgl.distributed.nccl import NcclCommunicator
 from minisgl_kernels.pynccl import NcclComm, NcclError, nccl_library
-from tests.gpu.pairs import PLAIN, PRIVATE, SHARED, run_pair
+from tests.gpu.pairs import PRIVATE, SHARED, run_pair
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 DEVICE = torch.device("cuda", 0)
@@ -99,13 +99,10 @@ def test_a_killed_peer_ends_a_wait_for_the_device(arguments: tuple[str, ...]) ->
 
 
 @two_gpus
-@pytest.mark.parametrize(("place", "transport"), [(PLAIN, "P2P"), (SHARED, "P2P"), (PRIVATE, None)])
-def test_the_transport_of_pods_depends_on_their_shared_memory(
-    place: str, transport: str | None
+@pytest.mark.parametrize(("place", "transport"), [(SHARED, "P2P"), (PRIVATE, "Socket")])
+def test_pods_of_one_node_need_a_common_shared_memory_for_nvlink(
+    place: str, transport: str
 ) -> None:
     results = run_pair(("--case=collectives",), place=place)
-    found = {result["transport"] for result in results if result}
-    assert len(found) == 1 and found != {""}
     assert [result and result["wrong"] for result in results] == [[], []]
-    if transport:
-        assert found == {transport}
+    assert [result and result["transport"] for result in results] == [transport] * 2

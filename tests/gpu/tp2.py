@@ -23,7 +23,7 @@ from minisgl.models.weights import load_weights
 from tests.gpu.pairs import visible_gpus
 
 CONFIG = Path(__file__).parent / "configs" / "qwen3-14b"
-LAYERS = 8
+LAYERS = 4
 RUNS: dict[str, tuple[list[str], dict[str, str]]] = {
     "tp1": (["--tensor-parallel-size=1"], {}),
     "tp2": (["--tensor-parallel-size=2"], {}),

@@ -19,7 +19,8 @@ class TorchNccl:
         options = c10d.ProcessGroupNCCL.Options()
         options._timeout = timeout
         self._group: Any = c10d.ProcessGroupNCCL(store, rank, size, options)
-        # On the current stream, as PyNCCL; else torch would take one of its own and synchronise.
+        # On the current stream, as PyNCCL, and without a handle to wait for; else torch takes a
+        # stream of its own.
         self._reduce: Any = c10d.AllreduceOptions()
         self._gather: Any = c10d.AllgatherOptions()
         for each in (self._reduce, self._gather):
@@ -27,11 +28,11 @@ class TorchNccl:
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Replace a contiguous tensor by its sum over the ranks."""
-        self._group.allreduce([tensor], self._reduce).wait()
+        _queued(self._group.allreduce([tensor], self._reduce))
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         """Put the contiguous tensors of all ranks into out [size, *tensor.shape]."""
-        self._group._allgather_base(out, tensor, self._gather).wait()
+        _queued(self._group._allgather_base(out, tensor, self._gather))
 
     def symmetric_memory(self, nbytes: int) -> torch.Tensor | None:
         """None: PyNCCL alone has it."""
@@ -46,3 +47,9 @@ class TorchNccl:
         group, self._group = self._group, None
         if group is not None:
             leave(group.abort)
+
+
+def _queued(work: Any) -> None:
+    """Let the current stream wait for `work`, where torch has not queued it there."""
+    if work is not None:
+        work.wait()
