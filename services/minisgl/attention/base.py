@@ -76,6 +76,10 @@ class ForwardBatch:
     """What the backend made for its `forward`."""
 
 
+HALVES = (torch.bfloat16, torch.float16)
+"""Types that kernels of tensor cores compute with."""
+
+
 class AttentionBackend(ABC):
     """Paged causal attention of one kind of kernel.
 
@@ -98,6 +102,7 @@ class AttentionBackend(ABC):
     default_page_size: ClassVar[int] = 1
     captures: ClassVar[bool] = False
     """Its decode can be part of a CUDA graph."""
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (*HALVES, torch.float32)
 
     def __init__(self, ctx: AttentionContext) -> None:
         self.ctx = ctx

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from minisgl.attention.base import AttentionBackend, AttentionContext, ForwardBatch
+from minisgl.attention.base import HALVES, AttentionBackend, AttentionContext, ForwardBatch
 from minisgl.config import UsageError
 from minisgl.kvcache.pool import KVPool
 from minisgl_kernels.block_table import block_table_function
@@ -28,6 +28,7 @@ class FlashAttentionBackend(AttentionBackend):
 
     default_page_size = 128
     captures = True
+    dtypes = HALVES
 
     @classmethod
     def check(cls, capability: tuple[int, int] | None, *, prefill: bool, decode: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from minisgl.attention.base import AttentionBackend, AttentionContext, ForwardBatch
+from minisgl.attention.base import HALVES, AttentionBackend, AttentionContext, ForwardBatch
 from minisgl.attention.staging import PinnedRing
 from minisgl.config import UsageError
 from minisgl.kvcache.pool import KVPool
@@ -35,6 +35,7 @@ class FlashInferBackend(AttentionBackend):
 
     default_page_size = 64
     captures = True
+    dtypes = HALVES
 
     @classmethod
     def check(cls, capability: tuple[int, int] | None, *, prefill: bool, decode: bool) -> None:

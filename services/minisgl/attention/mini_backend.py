@@ -3,7 +3,7 @@ suits it, and there is no work for the host."""
 
 import torch
 
-from minisgl.attention.base import AttentionBackend, AttentionContext, ForwardBatch
+from minisgl.attention.base import HALVES, AttentionBackend, AttentionContext, ForwardBatch
 from minisgl.config import UsageError
 from minisgl.kvcache.pool import KVPool
 from minisgl_kernels.build import KernelUnavailable
@@ -15,6 +15,7 @@ class MiniBackend(AttentionBackend):
 
     default_page_size = 64
     captures = True
+    dtypes = HALVES
 
     @classmethod
     def check(cls, capability: tuple[int, int] | None, *, prefill: bool, decode: bool) -> None:

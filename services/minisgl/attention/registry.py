@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from minisgl.attention.base import AttentionBackend, AttentionContext, ForwardBatch
+from minisgl.attention.base import HALVES, AttentionBackend, AttentionContext, ForwardBatch
 from minisgl.attention.fa_backend import FlashAttentionBackend
 from minisgl.attention.fi_backend import FlashInferBackend
 from minisgl.attention.mini_backend import MiniBackend
@@ -65,13 +65,15 @@ def device_capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
-def backend_names(name: str, capability: tuple[int, int] | None) -> tuple[str, ...]:
+def backend_names(
+    name: str, capability: tuple[int, int] | None, dtype: torch.dtype = torch.bfloat16
+) -> tuple[str, ...]:
     """What `--attention-backend` names on this device: one backend, or those of prefill and decode.
 
-    `auto` becomes what suits the device. `UsageError` lists the choices, or says what of it this
-    device cannot do.
+    `auto` becomes what suits the device and the type that the model computes with. `UsageError`
+    lists the choices, or says what of it this device or that type cannot do.
     """
-    names = tuple((_auto(capability) if name == "auto" else name).split(","))
+    names = tuple((_auto(capability, dtype) if name == "auto" else name).split(","))
     if len(names) > 2:
         raise UsageError(
             f"--attention-backend takes one name or a pair PREFILL,DECODE, not {name!r}"
@@ -82,6 +84,11 @@ def backend_names(name: str, capability: tuple[int, int] | None) -> tuple[str, .
             raise UsageError(
                 f"--attention-backend {part!r} is not {'available here' if known else 'known'}; "
                 f"choices: auto, {', '.join(BACKENDS)}, or a pair PREFILL,DECODE of them"
+            )
+        if dtype not in BACKENDS[part].dtypes:
+            raise UsageError(
+                f"--attention-backend {part} computes in bfloat16 or float16; use --dtype "
+                "bfloat16, or --attention-backend torch"
             )
     BACKENDS[names[0]].check(capability, prefill=True, decode=len(names) == 1)
     if len(names) == 2:
@@ -113,7 +120,7 @@ def make_backend(names: Sequence[str], ctx: AttentionContext) -> AttentionBacken
     return backends[0] if len(backends) == 1 else HybridBackend(ctx, backends[0], backends[1])
 
 
-def _auto(capability: tuple[int, int] | None) -> str:
-    if capability is None or capability < (8, 0):
+def _auto(capability: tuple[int, int] | None, dtype: torch.dtype) -> str:
+    if capability is None or capability < (8, 0) or dtype not in HALVES:
         return "torch"
     return {10: "trtllm", 9: "fa,fi"}.get(capability[0], "fi")

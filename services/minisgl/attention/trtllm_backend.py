@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from minisgl.attention.base import AttentionBackend, AttentionContext, ForwardBatch
+from minisgl.attention.base import HALVES, AttentionBackend, AttentionContext, ForwardBatch
 from minisgl.config import UsageError
 from minisgl.kvcache.pool import KVPool
 from minisgl_kernels.block_table import block_table_function
@@ -22,6 +22,7 @@ class TrtllmBackend(AttentionBackend):
     page_sizes = (16, 32, 64)
     default_page_size = 64
     captures = True
+    dtypes = HALVES
 
     @classmethod
     def check(cls, capability: tuple[int, int] | None, *, prefill: bool, decode: bool) -> None:

@@ -64,9 +64,9 @@ class Engine(StepEngine):
         self.eos_token_ids = model.eos_token_ids
         self.max_seq_len = _max_seq_len(config, model)
         capability = device_capability(self._device)
-        backends = backend_names(config.attention_backend, capability)
-        self.page_size = choose_page_size(backends, config.page_size)
         dtype = _dtype(config.dtype, model)
+        backends = backend_names(config.attention_backend, capability, dtype)
+        self.page_size = choose_page_size(backends, config.page_size)
         if config.quantization != "none":
             raise UsageError(f"--quantization {config.quantization} is not available yet")
         heads = head_shard(model.num_heads, model.num_kv_heads, comm.rank, comm.size)

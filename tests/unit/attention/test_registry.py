@@ -48,6 +48,13 @@ def test_auto_takes_what_suits_the_capability(
     assert backend_names("auto", capability) == names
 
 
+def test_float32_is_for_the_torch_backend() -> None:
+    assert backend_names("auto", HOPPER, torch.float32) == ("torch",)
+    assert backend_names("auto", HOPPER, torch.float16) == ("fa", "fi")
+    with pytest.raises(UsageError, match="fi computes in bfloat16 or float16; use --dtype"):
+        backend_names("torch,fi", HOPPER, torch.float32)
+
+
 @pytest.mark.parametrize("requested", [1, 128, 24])
 def test_trtllm_turns_a_page_size_that_it_cannot_read_into_64_with_a_warning(
     requested: int, caplog: pytest.LogCaptureFixture
