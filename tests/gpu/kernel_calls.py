@@ -83,6 +83,17 @@ def call_sample() -> None:
         )  # fmt: skip
 
 
+def call_moe() -> None:
+    """Experts with many, few and no rows, in blocks of each size."""
+    from minisgl_kernels import moe_experts, moe_route
+
+    experts, hidden, width = 6, 96, 40
+    weights = _randn(experts, 2 * width, hidden), _randn(experts, hidden, width)
+    for tokens, blocks in zip((1, 7, 70, 300), moe_experts.SIZES, strict=True):
+        x, scores = _randn(tokens, hidden), _randn(tokens, experts)
+        moe_experts.run_experts(x, *weights, *moe_route.route(scores, 3, True), blocks)
+
+
 CALLS: dict[str, Callable[[], None]] = {
     name.removeprefix("call_"): call
     for name, call in list(globals().items())
