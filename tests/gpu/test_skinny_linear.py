@@ -45,7 +45,7 @@ def test_every_variant_is_its_reference(rows: int, k: int, tokens: int) -> None:
         out = skinny_linear(x, weight, **mine)
         exact = skinny_linear_reference(x.float(), weight.float(), **theirs)
         assert out.shape == exact.shape
-        assert distance(out, exact) < 4e-3, options
+        assert distance(out, exact) < 6e-3, options
 
 
 def test_float16_has_a_kernel_too() -> None:
