@@ -13,6 +13,8 @@ from minisgl.bus.background import BackgroundBus
 from minisgl.bus.base import REPLACED_CODE, ReplacedError
 from minisgl.config import EngineConfig, RankConfig, new_boot
 from minisgl.distributed import Communicator, PeerError
+from minisgl.distributed.device import select_device
+from minisgl.distributed.shared_memory import empty_shared_memory, prepare_shared_memory
 from minisgl.engine.step import StepEngine
 from minisgl.health import Health
 from minisgl.hub import resolve_model
@@ -74,6 +76,7 @@ def run_engine(
     starting = contextlib.ExitStack()
     comm: Communicator | None = None
     prefixes: PrefixPublisher | None = None
+    shares = False
     try:
         if first:
             bus.subscribe(req_queue(config.group, incarnation))
@@ -81,6 +84,9 @@ def run_engine(
             starting.enter_context(ends_at_once(stop))
             bus.start(receives=first)
         bus.publish_state(state(None))
+        shares = _shares_memory(config)
+        if shares:
+            prepare_shared_memory()
         comm, place = members.meet(incarnation)
         comm = device_group(config.engine, comm)
         engine = make_engine(config.engine, comm)
@@ -146,7 +152,17 @@ def run_engine(
         members.close()
         if comm is not None:
             comm.close()
+        if shares:
+            empty_shared_memory()
     return 0
+
+
+def _shares_memory(config: RankConfig) -> bool:
+    """Whether /dev/shm is this group's, and NCCL may use it. Outside of pods it is everybody's."""
+    engine = config.engine
+    if not config.pod or engine.tensor_parallel_size == 1 or engine.fake_engine:
+        return False
+    return select_device(engine.device, config.tp_rank).type == "cuda"
 
 
 def step_tokens(asked: int, rate: float, silence: float) -> int:
