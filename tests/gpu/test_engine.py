@@ -15,6 +15,7 @@ import transformers
 
 from minisgl import LLM, SamplingParams
 from minisgl.config import UsageError
+from minisgl.engine.staging import Staging
 from minisgl.scheduler import integrity
 from tests.tiny import build_tiny, reference_logits
 
@@ -201,6 +202,28 @@ def test_overlap_changes_no_token(folders: Folders) -> None:
         with on_cuda(folders["qwen3-64"], overlap_scheduling=overlap) as llm:
             results.append([tokens(llm, params), tokens(llm)])
     assert results[0] == results[1]
+
+
+def test_no_array_is_overwritten_while_the_device_is_behind(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One block in pinned memory instead of three, and copies that start late."""
+    sequential = {"overlap_scheduling": False, "num_pages": 4096}
+    with on_cuda(folders["qwen3-64"], **sequential) as llm:
+        expected = tokens(llm)
+    send, start = Staging.send, Staging.__init__
+
+    def late(self: Staging, number: int, size: int) -> None:
+        torch.cuda._sleep(4_000_000)  # cycles: about 2 ms
+        send(self, number, size)
+
+    def with_one_block(self: Staging, size: int, device: torch.device) -> None:
+        start(self, size, device, blocks=1)
+
+    monkeypatch.setattr(Staging, "send", late)
+    monkeypatch.setattr(Staging, "__init__", with_one_block)
+    with on_cuda(folders["qwen3-64"], num_pages=4096) as llm:
+        assert tokens(llm) == expected
 
 
 def test_a_seeded_sample_is_the_same_alone_and_in_a_batch(folders: Folders) -> None:
