@@ -13,18 +13,13 @@
 // the usual form (16 rows of queries) are spared. As accumulators, S' and O' hold the same columns
 // in the same lanes, so that rescaling needs no exchange.
 #include "common.cuh"
+#include "tensor_core.cuh"
 
 using namespace minisgl;
 
 namespace {
 
 using Elem = T;
-
-template <class E>
-constexpr bool is_bfloat = false;
-template <>
-constexpr bool is_bfloat<__nv_bfloat16> = true;
-constexpr bool kBfloat = is_bfloat<Elem>;
 
 constexpr int kTile = 16;                       // tokens
 constexpr int kSteps = HEAD_DIM / 16;           // products along the head
@@ -90,7 +85,7 @@ constexpr int kPlanThreads = 1024;
 __global__ void __launch_bounds__(kPlanThreads)
     plan(const int* lens, const int* rows, Chunk* chunks, Request* requests, int batch,
          int max_chunks, int workers, int min_tiles, int spare_share) {
-  extern __shared__ int first[];  // [batch + 1] first tile of each request, and of all
+  DYNAMIC_SHARED(int, first);  // [batch + 1] first tile of each request, and of all
   __shared__ int warp_sums[kPlanThreads / 32];
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   wait_for_previous();  // and no `launch_next`: see `attention`
@@ -143,54 +138,11 @@ __global__ void __launch_bounds__(kPlanThreads)
 
 // ---- attention: once a layer ------------------------------------------------------------------
 
-__device__ void copy_async(uint32_t to, const void* from) {
-#if HEAD_DIM == 128
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(to), "l"(from));
-#else
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from));
-#endif
-}
-
-__device__ void load_matrices(uint32_t (&a)[4], uint32_t from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-               : "r"(from) : "memory");
-}
-
-__device__ void load_transposed(uint32_t (&a)[4], uint32_t from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-               : "r"(from) : "memory");
-}
-
-__device__ uint32_t transpose(uint32_t x) {
-  uint32_t y;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-  return y;
-}
-
-// d [16, 8] += a [16, 16] b [16, 8]
-__device__ void product(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-#define PRODUCT(type)                                                                           \
-  asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0,%1,%2,%3}, "              \
-      "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                                  \
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                          \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
-  if constexpr (kBfloat) PRODUCT("bf16"); else PRODUCT("f16");
-#undef PRODUCT
-}
-
 __device__ uint32_t pack(float low, float high) {
   Vec<Elem, 2> two;
   two.of[0] = from_float<Elem>(low);
   two.of[1] = from_float<Elem>(high);
   return *reinterpret_cast<const uint32_t*>(two.of);
-}
-
-__device__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
 }
 
 __device__ Request load(const Request* from) {
@@ -298,7 +250,7 @@ __device__ void combine(const Inputs& in, int index, int chunks, int head, int l
 
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     attention(const __grid_constant__ Inputs in) {
-  extern __shared__ __align__(128) char memory[];
+  DYNAMIC_SHARED(uint4, memory);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t worker = int64_t{blockIdx.x} * WARPS + warp;
   int number = static_cast<int>(worker / in.kv_heads);
@@ -312,8 +264,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
   if (chunk.start == chunk.end) return;
   const int spare = chunk.spare * in.kv_heads;
 
-  const uint32_t ring = static_cast<uint32_t>(__cvta_generic_to_shared(memory)) +
-                        warp * STAGES * kStageBytes;
+  const uint32_t ring = shared_address(memory) + warp * STAGES * kStageBytes;
 
   // The copies run ahead of the products, at most into the next chunk. `slot` is of token lane % 16
   // in the tile that is to be copied next; it is asked for one tile before it is needed.
@@ -362,13 +313,13 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         const int row = i * (32 / kPieces) + lane / kPieces;
         const int64_t from = __shfl_sync(kAll, slot, row) * in.slot_bytes + at;
         const uint32_t to = keys + row * kRowBytes + ((piece ^ (row & 7)) * 16);
-        copy_async(to, in.k + from);
-        copy_async(to + kTileBytes, in.v + from);
+        copy_async<kRowBytes>(to, in.k + from);
+        copy_async<kRowBytes>(to + kTileBytes, in.v + from);
       }
       ++next;
       slot = slot_of_next();
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    end_group();
   };
   bool waited = false;
 #pragma unroll
@@ -409,7 +360,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
   const int value_row = lane % 8 + lane / 16 * 8, value_piece = lane / 8 % 2;
   int stage = 0, tile = chunk.start;
   for (;;) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+    wait_groups<STAGES - 2>();
     __syncwarp();
     copy_next(stage == 0 ? STAGES - 1 : stage - 1);  // where the tile before this one was
     const uint32_t keys = ring + stage * kStageBytes, values = keys + kTileBytes;
@@ -420,7 +371,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     for (int i = 0; i < kSteps; ++i) {
       uint32_t a[4];
       load_matrices(a, keys + key_row * kRowBytes + (((2 * i + key_piece) ^ (key_row & 7)) * 16));
-      product(i % 2 ? odd : even, a, queries[2 * i], queries[2 * i + 1]);
+      product<Elem>(i % 2 ? odd : even, a, queries[2 * i], queries[2 * i + 1]);
     }
     float score[4];
 #pragma unroll
@@ -456,7 +407,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
       uint32_t a[4];
       load_transposed(
           a, values + value_row * kRowBytes + (((2 * i + value_piece) ^ (value_row & 7)) * 16));
-      product(out[i], a, b0, b1);
+      product<Elem>(out[i], a, b0, b1);
     }
 
     const int end = request.end();
@@ -514,7 +465,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     }
     begin_request();
   }
-  asm volatile("cp.async.wait_all;" ::: "memory");
+  wait_groups<0>();
 }
 
 }  // namespace
