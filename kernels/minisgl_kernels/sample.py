@@ -14,6 +14,7 @@ Sample = Callable[..., torch.Tensor]
 
 MAX_SHARED_BYTES = 227 * 1024 - 2048
 """Of a block, less what the kernel declares itself."""
+THREADS = 512
 _CLUSTER = 8
 _MIN_CAPABILITY = (9, 0)
 
@@ -23,7 +24,7 @@ def _macros(dtype: torch.dtype, vocab_size: int) -> dict[str, str | int]:
         raise KernelUnavailable("sampling needs clusters of thread blocks (compute capability 9)")
     if (vocab_size / _CLUSTER + 8) * dtype.itemsize > MAX_SHARED_BYTES:
         raise KernelUnavailable(f"sampling has no kernel for {vocab_size} tokens of {dtype}")
-    return {"ELEMENT": cuda_type(dtype)}
+    return {"ELEMENT": cuda_type(dtype), "THREADS": THREADS}
 
 
 _family = Family("sample", "sample", _macros, ("-fmad=false",))

@@ -15,6 +15,9 @@
 #ifndef PDL
 #define PDL 0
 #endif
+#ifndef DYNAMIC_SHARED
+#define DYNAMIC_SHARED(type, name) extern __shared__ type name[]
+#endif
 
 namespace minisgl {
 

@@ -17,9 +17,9 @@ namespace {
 
 using T = ELEMENT;
 
-// Macro: ELEMENT, the type of the logits.
+// Macros: ELEMENT, the type of the logits; THREADS of a block.
 constexpr int kCluster = 8;
-constexpr int kThreads = 512;
+constexpr int kThreads = THREADS;
 constexpr int kWarps = kThreads / 32;
 constexpr int kTokens = 8;  // a thread takes at a time: two Philox blocks
 constexpr float kInfinity = __builtin_huge_valf();
@@ -53,9 +53,13 @@ __device__ float unordered(uint32_t o) {
 }
 
 __device__ float max_or_nan(float a, float b) {
+#ifdef __CUDA_ARCH__
   float m;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(m) : "f"(a), "f"(b));
   return m;
+#else
+  return a != a ? a : a > b ? a : b;
+#endif
 }
 
 // The larger value, and of equal values the lower id, which stands inverted in the low half.
@@ -221,7 +225,7 @@ __device__ Best search(const Draw& d, const Access* share, int begin, int count,
 
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 2)
     sample(const __grid_constant__ Params p) {
-  extern __shared__ uint4 dynamic[];
+  DYNAMIC_SHARED(uint4, dynamic);
   __shared__ uint64_t warp_keys[kWarps], block_keys[kCluster];
   __shared__ Best warp_bests[kWarps], block_bests[kCluster];
   __shared__ uint32_t threshold;
@@ -231,7 +235,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 2)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int begin = rank * p.share, count = max(min(p.vocab - begin, p.share), 0);
   // Another block's shared memory may be written once that block has started.
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  cluster.barrier_arrive();
   if (threadIdx.x == 0) threshold = ordered(-kInfinity);
   wait_for_previous();
   launch_next();
@@ -240,7 +244,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 2)
   key = warp_best(key);
   if (lane == 0) warp_keys[warp] = key;
   __syncthreads();
-  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+  cluster.barrier_wait();
   if (warp == 0) {
     key = warp_best(lane < kWarps ? warp_keys[lane] : 0);
     if (lane < kCluster) *cluster.map_shared_rank(block_keys + rank, lane) = key;

@@ -1,0 +1,8 @@
+#pragma once
+
+struct __half {
+  _Float16 value;
+};
+
+inline float __half2float(__half x) { return static_cast<float>(x.value); }
+inline __half __float2half(float f) { return {static_cast<_Float16>(f)}; }

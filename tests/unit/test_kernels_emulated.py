@@ -1,0 +1,176 @@
+"""The CUDA kernels' own sources, run on a CPU by the emulator: their logic, where no GPU is.
+
+tests/gpu has more shapes, and what an emulator cannot show: speed, races and graphs.
+"""
+
+import pytest
+import torch
+
+from minisgl.engine.draw import DrawBatch, draw_reference
+from minisgl.engine.filters import bounds
+from minisgl_kernels import (
+    activation,
+    cuda_build,
+    decode_inputs,
+    embedding,
+    kv_store,
+    norm,
+    qk_rope_store,
+    sample,
+)
+from tests.unit.emulator import emulated_module
+from tests.unit.sanitizer import needs_compiler
+
+pytestmark = needs_compiler
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch):
+    monkeypatch.setattr(cuda_build, "cuda_module", emulated_module)
+    monkeypatch.setattr(sample, "THREADS", 64)  # fewer fibers: the same logic
+    for module in (embedding, kv_store, qk_rope_store, activation, decode_inputs, sample):
+        monkeypatch.setattr(module._family, "_made", {})
+    for family in (norm._plain, norm._adding):
+        monkeypatch.setattr(family, "_made", {})
+    torch.manual_seed(3)
+
+
+@pytest.mark.parametrize("hidden", [1024, 30, 7])
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+def test_embedding(tokens, hidden):
+    weight = torch.randn(50, hidden).to(BF16)
+    ids = torch.randint(0, 150, (tokens,), dtype=torch.int32)
+    for start in (0, 70):
+        found = embedding.embedding(ids, weight, start, 50)
+        assert torch.equal(found, embedding.embedding_reference(ids, weight, start, 50))
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(8, 128), (1, 7)])
+def test_store_kv(heads, dim):
+    qkv = torch.randn(5, 4 * heads, dim).to(BF16)
+    k, v = qkv[:, 2 * heads : 3 * heads], qkv[:, 3 * heads :]
+    slots = torch.randn(2, 9, heads, dim).to(BF16)
+    expected = slots.clone()
+    out_loc = torch.randperm(9)[:5].int()
+    kv_store.store_kv(k, v, slots[0], slots[1], out_loc)
+    kv_store.store_kv_reference(k, v, expected[0], expected[1], out_loc)
+    assert torch.equal(slots, expected)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "dtype"), [(1024, BF16), (576, torch.float16), (33, BF16), (9000, torch.float32)]
+)
+def test_norms(hidden, dtype):
+    weight = (torch.randn(hidden) + 1).to(dtype)
+    x, residual = torch.randn(2, 3, hidden).to(dtype)
+    close = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-6}
+    plain = norm.rms_norm(x, weight, 1e-6)
+    torch.testing.assert_close(plain, norm.rms_norm_reference(x, weight, 1e-6), **close)
+    expected_residual = residual.clone()
+    expected = norm.add_rms_norm_reference(x, expected_residual, weight, 1e-6)
+    torch.testing.assert_close(norm.add_rms_norm(x, residual, weight, 1e-6), expected, **close)
+    assert torch.equal(residual, expected_residual)
+
+
+@pytest.mark.parametrize(("dim", "normalised"), [(64, False), (80, True), (128, True), (256, True)])
+def test_qk_rope_store(dim, normalised):
+    hq, hkv, tokens = 3, 2, 5
+    qkv = torch.randn(tokens, (hq + 2 * hkv) * dim).to(BF16)
+    weights = (torch.randn(2, dim) + 1).to(BF16) if normalised else (None, None)
+    table = torch.randn(40, dim)
+    positions = torch.randint(0, 40, (tokens,), dtype=torch.int32)
+    out_loc = torch.randperm(9)[:tokens].int()
+    slots = torch.randn(2, 9, hkv, dim).to(BF16)
+    expected = slots.clone()
+    before = (qkv, *weights, 1e-6, table, positions, out_loc)
+    q = qk_rope_store.qk_rope_store(*before, slots[0], slots[1], hq, hkv)
+    q_ref = qk_rope_store.qk_rope_store_reference(*before, expected[0], expected[1], hq, hkv)
+    close = {"rtol": torch.finfo(BF16).eps, "atol": 1e-5}
+    torch.testing.assert_close(q, q_ref, **close)
+    torch.testing.assert_close(slots, expected, **close)
+
+
+@pytest.mark.parametrize("width", [1536, 34, 33])
+def test_silu_and_mul(width):
+    x = (torch.randn(3, 2 * width) * 3).to(BF16)
+    close = {"rtol": torch.finfo(BF16).eps, "atol": 1e-6}
+    found = activation.silu_and_mul(x)
+    torch.testing.assert_close(found, activation.silu_and_mul_reference(x), **close)
+
+
+def test_decode_inputs():
+    page_table, token_pool = torch.randint(0, 1 << 30, (2, 200, 33), dtype=torch.int32)
+    rows = torch.randperm(200)[:150].int()
+    lens = torch.randint(1, 34, (150,), dtype=torch.int32)
+    found, expected = torch.full((2, 3, 150), -1, dtype=torch.int32)
+    decode_inputs.decode_inputs(rows, lens, page_table, token_pool, *found)
+    decode_inputs.decode_inputs_reference(rows, lens, page_table, token_pool, *expected)
+    assert torch.equal(found, expected)
+
+
+# ---- sampling -----------------------------------------------------------------------------------
+
+
+def columns(n, temperature=0.8):
+    full = torch.iinfo(torch.int64)
+    return (
+        torch.full((n,), temperature),
+        torch.randint(full.min, full.max, (n,)),
+        torch.randint(0, 1 << 20, (n,)),
+        (torch.arange(n) % 3 == 2).to(torch.uint8),
+    )
+
+
+def expected_tokens(logits, temperature, seeds, positions, greedy, *limits):
+    x = logits.float()
+    limits = limits or (None, None, None)
+    drawn = draw_reference(x, x.argmax(1), DrawBatch(None, temperature, seeds, positions, *limits))
+    return torch.where(greedy.bool(), x.argmax(1), drawn).int()
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+@pytest.mark.parametrize("vocab_size", [1, 7, 8, 65, 4099])
+def test_sample_draws_the_tokens_of_the_reference(vocab_size, dtype):
+    logits = (torch.randn(4, vocab_size) * 2).to(dtype)
+    given = columns(4)
+    assert torch.equal(sample.sample(logits, *given), expected_tokens(logits, *given))
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1.0, 50.0])
+def test_sample_breaks_ties_as_the_reference(temperature):
+    logits = torch.randint(0, 2, (4, 3000)).float()
+    given = columns(4, temperature)
+    assert torch.equal(sample.sample(logits, *given), expected_tokens(logits, *given))
+
+
+def test_sample_treats_nan_and_infinities_as_the_reference():
+    logits = torch.randn(7, 1000)
+    for row, value in enumerate((torch.nan, torch.inf, -torch.inf, -torch.nan)):
+        logits[row, [777, 5 + row]] = value
+    logits[4] = -torch.inf
+    logits[5, 3:] = -torch.inf
+    given = columns(7)
+    assert torch.equal(sample.sample(logits, *given), expected_tokens(logits, *given))
+
+
+def test_sample_keeps_to_bounds_and_writes_to_the_token_pool():
+    logits = (torch.randn(6, 2000) * 10).round() / 5
+    given = columns(6)
+    limits = (
+        torch.tensor([2, 5, 50, 1 << 31, 1 << 31, 9]),
+        torch.tensor([1.0, 0.5, 1.0, 0.9, 1.0, 0.3]).double(),
+        torch.tensor([0.0, 0.0, 0.1, 0.0, 0.3, 0.0]).double(),
+    )
+    y = (logits - logits.amax(1, keepdim=True)) / given[0][:, None]
+    pool = torch.full((20,), -1, dtype=torch.int32)
+    places = torch.randperm(20)[:6]
+    whole = torch.empty(6 * 2003 + 1)[1:].view(6, 2003)  # rows that start anywhere
+    whole[:, :2000] = logits
+    tokens = sample.sample(
+        whole[:, :2000], *given, *bounds(y, *limits), token_pool=pool, output_index=places
+    )
+    assert torch.equal(tokens, expected_tokens(logits, *given, *limits))
+    assert torch.equal(pool[places], tokens)
+    assert int((pool != -1).sum()) == 6
