@@ -12,6 +12,8 @@ from collections.abc import Callable
 import torch
 
 from minisgl_kernels import activation, decode_inputs, embedding, kv_store, norm, qk_rope_store
+from minisgl_kernels.block_table import block_table
+from minisgl_kernels.decode_attention import DecodeAttention
 from minisgl_kernels.sample import sample
 
 DEVICE = "cuda"
@@ -92,6 +94,31 @@ def call_moe() -> None:
     for tokens, blocks in zip((1, 7, 70, 300), moe_experts.SIZES, strict=True):
         x, scores = _randn(tokens, hidden), _randn(tokens, experts)
         moe_experts.run_experts(x, *weights, *moe_route.route(scores, 3, True), blocks)
+
+
+def call_block_table() -> None:
+    """In rows and one after the other."""
+    table = 16 * torch.randperm(36, device=DEVICE).view(3, 12).int().repeat_interleave(16, 1)
+    rows, lens = _integers(3, 2), torch.tensor([33, 190], dtype=torch.int32, device=DEVICE)
+    starts = torch.tensor([0, 3, 15], dtype=torch.int32, device=DEVICE)
+    block_table(torch.empty_like(table[:2, :12]), table, rows, lens, 16)
+    block_table(torch.empty(15, dtype=torch.int32, device=DEVICE), table, rows, lens, 16, starts)
+
+
+def call_decode_attention() -> None:
+    """Whole requests, parts of requests, and chunks for whoever is done, twice each."""
+    for heads, kv_heads, dim, lens in ((4, 2, 128, [1, 17, 500]), (3, 1, 64, [3000, 40])):
+        width, batch = max(lens), len(lens)
+        slots = _randn(2, batch * width, kv_heads, dim)
+        table = torch.randperm(batch * width, device=DEVICE).view(batch, width).int()
+        kernel = DecodeAttention(
+            max_batch=batch, num_qo_heads=heads, num_kv_heads=kv_heads, head_dim=dim,
+            dtype=torch.bfloat16, device=torch.device(DEVICE), sm_count=1,
+        )  # fmt: skip
+        rows = torch.randperm(batch, device=DEVICE).int()
+        kernel.plan(torch.tensor(lens, dtype=torch.int32, device=DEVICE), rows)
+        for _ in range(2):
+            kernel.attention(_randn(batch, heads, dim), *slots, table)
 
 
 CALLS: dict[str, Callable[[], None]] = {

@@ -17,8 +17,10 @@ from minisgl.attention.registry import make_backend
 from minisgl.attention.torch_backend import TorchBackend
 from minisgl.kvcache.pool import KVPool
 from minisgl_kernels.block_table import block_table_function, block_table_reference
+from minisgl_kernels.cuda_build import prepare
 from minisgl_kernels.decode_attention import (
     DecodeAttention,
+    _attention,
     decode_attention_reference,
     plan_reference,
 )
@@ -30,6 +32,14 @@ MAX_SEQ_LEN = 1500
 LAYERS = 2
 SHAPES = [(16, 8, 128), (40, 8, 128), (8, 2, 64), (9, 3, 64), (8, 1, 128)]
 DECODERS = ["fi", "fa", "mini"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    """All variants of the kernel of our own at the same time."""
+    halves = torch.bfloat16
+    shapes = [(halves, 128, g) for g in (2, 5, 8)] + [(halves, 64, g) for g in (2, 3, 4, 8)]
+    prepare((_attention, shape) for shape in (*shapes, (torch.float16, 128, 2)))
 
 
 @dataclass
