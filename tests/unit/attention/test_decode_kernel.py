@@ -1,0 +1,74 @@
+"""The sources of the decode kernel and of block tables on a CPU: their logic without a GPU."""
+
+import numpy as np
+import pytest
+import torch
+
+from minisgl_kernels import block_table as tables
+from minisgl_kernels import decode_attention as decode
+from tests.unit.emulator import emulated_module
+
+STAGES = 3
+
+
+@pytest.fixture(autouse=True)
+def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minisgl_kernels.cuda_build.cuda_module", emulated_module)
+    for family in (decode._plan, decode._attention, tables._family):
+        monkeypatch.setattr(family, "_made", {})
+    monkeypatch.setattr(decode, "_STAGES", {64: STAGES, 128: STAGES})
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "dtype", "lens", "share"),
+    [
+        (4, 2, 128, torch.bfloat16, [1, 16, 17, 200], 0),
+        (5, 1, 64, torch.float16, [33, 5, 290, 64, 2], 8),
+        (6, 2, 64, torch.bfloat16, [800], 2),
+        (8, 1, 64, torch.bfloat16, [15] * 9, 8),
+    ],
+)
+def test_decode_attention_is_exact_and_leaves_its_counters_at_zero(
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, lens: list[int], share: int
+) -> None:
+    random = torch.Generator().manual_seed(len(lens))
+    width, batch = max(lens) + 3, len(lens)
+    slots = torch.randperm(batch * width, generator=random).view(batch, width).int()
+    rows = torch.randperm(batch, generator=random).int()
+    k, v = torch.randn(2, batch * width, kv_heads, dim, generator=random).to(dtype)
+    q = torch.randn(batch, heads, dim, generator=random).to(dtype)
+    for row, length in zip(rows, lens, strict=True):
+        slots[row, length:] = 2**31 - 1  # never read: it would be out of range
+    kernel = decode.DecodeAttention(
+        max_batch=batch, num_qo_heads=heads, num_kv_heads=kv_heads, head_dim=dim, dtype=dtype,
+        device=torch.device("cpu"), sm_count=1, spare_share=share,
+    )  # fmt: skip
+    kernel.plan(torch.tensor(lens, dtype=torch.int32), rows)
+    chunks, requests = decode.plan_reference(
+        np.array(lens, np.int32), rows.numpy(), kernel.workers, stages=STAGES, spare_share=share
+    )
+    np.testing.assert_array_equal(kernel.chunks.numpy(), chunks)
+    np.testing.assert_array_equal(kernel.requests.numpy(), requests)
+    assert (chunks[0, 3] > 0) == (lens == [800]), "only much work has spare chunks"
+    exact = decode.decode_attention_reference(q, k, v, slots, lens, rows.tolist())
+    for _ in range(2):
+        kernel._partial.fill_(torch.nan)
+        out = kernel.attention(q, k, v, slots)
+        for mine, want in zip(out.float(), exact, strict=True):
+            assert (mine - want).norm() < 8e-3 * want.norm()
+        assert not kernel._arrived.any() and not kernel._tickets.any()
+
+
+def test_block_tables_are_those_of_the_reference() -> None:
+    table = (torch.arange(3).unsqueeze(1) * 160 + torch.arange(150)).int()
+    rows, lens = torch.tensor([2, 0], dtype=torch.int32), torch.tensor([150, 17]).int()
+    starts = torch.tensor([0, 10, 12], dtype=torch.int32)
+    results = []
+    for function in (tables.block_table, tables.block_table_reference):
+        square = torch.full((2, 10), -1, dtype=torch.int32)
+        flat = torch.full((21,), -1, dtype=torch.int32)
+        function(square, table, rows, lens, 16)
+        function(flat, table, rows, lens, 16, starts)
+        results.append((square[0], square[1, :2], flat[:12]))
+    for mine, want in zip(*results, strict=True):
+        assert torch.equal(mine, want)
