@@ -60,8 +60,7 @@ class NcclCommunicator(Communicator):
                 except RuntimeError as error:
                     raise StartError(f"rank {self.rank}: NCCL cannot start: {error}") from None
             self.transport = nccl_transport(log.text, self.rank, here)
-            wanted = pynccl and env_switch(SYMMETRIC_ENV)
-            self._symmetric = self._part.symmetric_memory(SYMMETRIC_BYTES) if wanted else None
+            self._symmetric = self._symmetric_memory() if env_switch(SYMMETRIC_ENV) else None
         _log.info(
             "nccl rank=%d of=%d device=%s by=%s transport=%s symmetric=%s", self.rank, self.size,
             device, type(self._part).__name__, self.transport or "unknown",
@@ -131,6 +130,15 @@ class NcclCommunicator(Communicator):
             self.check()
             if ones.min().item() != self.size or gathered.shape != (8 * self.size,):
                 raise RuntimeError("the sum of ones over the ranks is wrong")
+
+    def _symmetric_memory(self) -> torch.Tensor | None:
+        """The buffer if every rank has it: a collective is symmetric on all ranks or on none."""
+        found = None
+        try:
+            found = self._part.symmetric_memory(SYMMETRIC_BYTES)
+        except RuntimeError as error:  # ranks that do not reach each other's memory
+            _log.warning("no symmetric memory between the ranks: %s", error)
+        return found if all(row[0] for row in self.gather_ints([int(found is not None)])) else None
 
     def _on_lost(self, why: str) -> None:
         self._lost = why  # before the abort: whoever wakes up by it sees this
