@@ -51,6 +51,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 }
 _NEWER: dict[str, tuple[Any, ...]] = {
     "ncclMemAlloc": (ctypes.POINTER(_buffer), _size),
+    "ncclMemFree": (_buffer,),
     "ncclCommWindowRegister": (
         _comm, _buffer, _size, ctypes.POINTER(ctypes.c_void_p), ctypes.c_int,
     ),
@@ -137,6 +138,7 @@ class NcclComm:
         self._library = library
         self._lock = threading.Lock()
         self._comm: ctypes.c_void_p | None = None
+        self._memory: list[ctypes.c_void_p] = []
         comm = ctypes.c_void_p()
         library.call(
             "ncclCommInitRank", ctypes.byref(comm), size, UniqueId.from_buffer_copy(unique_id), rank
@@ -164,14 +166,15 @@ class NcclComm:
     def symmetric_memory(self, nbytes: int) -> torch.Tensor | None:
         """Bytes [nbytes] on the device whose all-reduce takes NCCL's kernels for small messages.
 
-        All ranks call it. None where NCCL or the way between the ranks has no such thing. It lasts
-        as long as the process. NCCL cannot abort a collective on it: with a lost peer, that stands
-        still until the process ends.
+        All ranks call it. None where NCCL or the way between the ranks has no such thing. It is
+        gone after `abort`. NCCL cannot end a collective on it: with a lost peer, that stands still
+        until the process ends.
         """
         if not self._library.has_symmetric_memory:
             return None
         data, window = ctypes.c_void_p(), ctypes.c_void_p()
         self._library.call("ncclMemAlloc", ctypes.byref(data), nbytes)
+        self._memory.append(data)
         self._library.call(
             "ncclCommWindowRegister", self._alive(), data, nbytes, ctypes.byref(window), SYMMETRIC
         )
@@ -198,7 +201,12 @@ class NcclComm:
         if held:
             self._lock.release()
         if comm is not None:
-            leave(lambda: self._library.call("ncclCommAbort", comm))
+            leave(lambda: self._free(comm))
+
+    def _free(self, comm: ctypes.c_void_p) -> None:
+        self._library.call("ncclCommAbort", comm)
+        for data in self._memory:
+            self._library.call("ncclMemFree", data)
 
     def _alive(self) -> ctypes.c_void_p:
         if self._comm is None:

@@ -43,6 +43,7 @@ int ncclAllGather(void* in, void* out, size_t n, int type, void* comm, void* str
 int ncclCommGetAsyncError(void* comm, int* code) { *code = failure; return 0; }
 int ncclCommAbort(void* comm) { say("abort %p\n", comm); return 0; }
 int ncclMemAlloc(void** out, size_t n) { *out = malloc(n); return 0; }
+int ncclMemFree(void* data) { say("free %d\n", data != nullptr); free(data); return 0; }
 int ncclCommWindowRegister(void* comm, void* data, size_t n, void** window, int flags) {
   say("window %p %zu %d\n", comm, n, flags);
   *window = nullptr;

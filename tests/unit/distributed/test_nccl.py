@@ -18,6 +18,7 @@ from minisgl.distributed.nccl import (
     _refuse_shared_gpu,
     side_by_side,
 )
+from minisgl.distributed.torch_nccl import TorchNccl
 from minisgl.scheduler.group import device_group
 from minisgl_kernels import pynccl
 from minisgl_kernels.build import KernelUnavailable
@@ -126,3 +127,18 @@ def test_a_group_of_which_some_ranks_have_gpus_is_refused(monkeypatch: pytest.Mo
     )
     with pytest.raises(StartError, match="rank 1 has a GPU, but rank 0 has none"):
         device_group(EngineConfig(model="m", tensor_parallel_size=2), Mixed())
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_torchs_handle_of_a_queued_collective_is_waited_for_if_there_is_one(waits: bool) -> None:
+    waited: list[str] = []
+    handle = types.SimpleNamespace(wait=lambda: waited.append("waited")) if waits else None
+    part = object.__new__(TorchNccl)
+    part._reduce = part._gather = None
+    part._group = types.SimpleNamespace(
+        allreduce=lambda tensors, options: handle,
+        _allgather_base=lambda out, tensor, options: handle,
+    )
+    part.all_reduce(torch.ones(1))
+    part.all_gather(torch.ones(2, 1), torch.ones(1))
+    assert waited == ["waited"] * 2 * waits

@@ -89,6 +89,8 @@ def test_symmetric_memory_is_none_where_nccl_gives_no_window(lib: ctypes.CDLL) -
     told(lib)
     assert comm.symmetric_memory(8192) is None
     assert told(lib) == [f"window {COMM} 8192 1"]
+    comm.abort()
+    assert told(lib) == [f"abort {COMM}", "free 1"]
 
 
 def test_a_library_that_is_no_nccl_is_refused() -> None:
