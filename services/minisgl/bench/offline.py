@@ -5,9 +5,8 @@ import dataclasses
 import platform
 import time
 from collections.abc import Sequence
+from random import Random
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from minisgl.bench import ending_on_signals
 from minisgl.bench.arguments import lengths, output_file, positive_int, token_range
@@ -42,6 +41,8 @@ class Workload:
         )
 
 
+LAST_ID = 10_000
+"""Prompts hold ids up to this one."""
 WORKLOADS = {
     "small": Workload(8, (16, 64), (16, 64)),
     "nano": Workload(256, (100, 1024), (100, 1024)),
@@ -86,8 +87,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--profile",
         type=output_file,
         metavar="FILE",
-        help="write a trace of some steps of the last workload, host and device, for "
-        "chrome://tracing or Perfetto; FILE ends in .json or .json.gz",
+        help="write a trace of some steps, host and device, for `bench timeline`, chrome://tracing "
+        "or Perfetto; FILE ends in .json or .json.gz, and gets the workload's name before that if "
+        "there are several",
     )
     parser.add_argument(
         "--profile-steps",
@@ -218,9 +220,9 @@ def _throughput(args: argparse.Namespace) -> dict[str, Any]:
             run["all_seconds"] = [one["seconds"] for one in timed]
             runs.append({"workload_name": name, "workload": dataclasses.asdict(load), **run})
             _show(load, run)
-        if args.profile:  # a run of its own: what is watched is slower
-            trace = Trace(args.profile, args.profile_steps)
-            _run_once(llm, load, args.temperature, llm.config.seed + args.repeat, trace)
+            if args.profile:  # a run of its own: what is watched is slower
+                trace = Trace(_of_workload(args.profile, name, len(loads)), args.profile_steps)
+                _run_once(llm, load, args.temperature, llm.config.seed + args.repeat, trace)
         start = dict(llm.start_report)
     common = {"model": args.model, "options": options, "start": start}
     return common | (runs[0] if len(runs) == 1 else {"runs": runs})
@@ -267,6 +269,12 @@ def _run_once(
     }
 
 
+def _of_workload(path: str, name: str, workloads: int) -> str:
+    """The file for one of several workloads."""
+    stem, dot, end = path.partition(".json")
+    return path if workloads == 1 else f"{stem}-{name}{dot}{end}"
+
+
 def _prefill_steps(times: "Sequence[StepTimes]", requests: int) -> int:
     """Turns of the loop until every request has its first token."""
     seen = 0
@@ -310,12 +318,21 @@ def workloads(args: argparse.Namespace) -> dict[str, Workload]:
 def requests(
     load: Workload, vocab_size: int, temperature: float, seed: int
 ) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Random token ids and the sampling of each; every output has its full length."""
-    rng = np.random.default_rng(seed)
-    prompts, sampling = [], []
-    for _ in range(load.num_prompts):
-        size = int(rng.integers(*load.prompt_tokens, endpoint=True))
-        prompts.append(rng.integers(0, vocab_size, size).tolist())
-        most = int(rng.integers(*load.output_tokens, endpoint=True))
-        sampling.append(SamplingParams(temperature=temperature, max_tokens=most, ignore_eos=True))
+    """Random token ids and the sampling of each; every output has its full length.
+
+    With seed 0 `nano` is what nano-vllm and Mini-SGLang measure, to the last token: all prompts in
+    order, each its length and then its ids, then the lengths of all outputs.
+    """
+    random = Random(seed)
+    last = min(LAST_ID, vocab_size - 1)
+    prompts = [
+        [random.randint(0, last) for _ in range(random.randint(*load.prompt_tokens))]
+        for _ in range(load.num_prompts)
+    ]
+    sampling = [
+        SamplingParams(
+            temperature=temperature, max_tokens=random.randint(*load.output_tokens), ignore_eos=True
+        )
+        for _ in range(load.num_prompts)
+    ]
     return prompts, sampling

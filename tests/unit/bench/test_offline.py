@@ -63,6 +63,12 @@ def test_requests_are_those_of_the_seed_and_never_end_early() -> None:
     assert {i for p in prompts for i in p} == set(range(17))
 
 
+def test_nano_is_the_workload_that_others_measure() -> None:
+    prompts, sampling = offline.requests(offline.WORKLOADS["nano"], 151_936, 0.6, seed=0)
+    assert sum(map(len, prompts)) == 142_827
+    assert sum(s.max_tokens or 0 for s in sampling) == 133_966
+
+
 def test_a_model_is_measured(tmp_path: Path) -> None:
     folder = tiny.build_tiny(tmp_path / "model")
     report = tmp_path / "report.json"
@@ -91,7 +97,9 @@ def test_dummy_weights_need_no_tokenizer_and_several_workloads_share_an_engine(
     runs = json.loads(report.read_text())["runs"]
     assert [one["output_tokens"] for one in runs] == [6, 48]
     assert all(len(one["all_seconds"]) == 3 for one in runs)
-    assert json.loads(trace.read_text())["traceEvents"]
+    for name in ("decode-1", "decode-8"):
+        written = tmp_path / f"trace-{name}.json"
+        assert json.loads(written.read_text())["traceEvents"]
 
 
 def test_step_times_are_reported_at_each_length(
