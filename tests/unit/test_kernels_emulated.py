@@ -17,6 +17,7 @@ from minisgl_kernels import (
     norm,
     qk_rope_store,
     sample,
+    skinny_linear,
 )
 from tests.unit.emulator import emulated_module
 from tests.unit.sanitizer import needs_compiler
@@ -30,7 +31,8 @@ BF16 = torch.bfloat16
 def emulated(monkeypatch):
     monkeypatch.setattr(cuda_build, "cuda_module", emulated_module)
     monkeypatch.setattr(sample, "THREADS", 64)  # fewer fibers: the same logic
-    for module in (embedding, kv_store, qk_rope_store, activation, decode_inputs, sample):
+    modules = (embedding, kv_store, qk_rope_store, activation, decode_inputs, sample, skinny_linear)
+    for module in modules:
         monkeypatch.setattr(module._family, "_made", {})
     for family in (norm._plain, norm._adding):
         monkeypatch.setattr(family, "_made", {})
@@ -108,6 +110,28 @@ def test_decode_inputs():
     decode_inputs.decode_inputs(rows, lens, page_table, token_pool, *found)
     decode_inputs.decode_inputs_reference(rows, lens, page_table, token_pool, *expected)
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["plain", "bias", "norm", "norm, silu", "residual"],
+)
+@pytest.mark.parametrize(("tokens", "rows", "k"), [(1, 40, 32), (9, 18, 96), (33, 40, 320)])
+def test_skinny_linear(tokens, rows, k, options):
+    x, weight = torch.randn(tokens, k).to(BF16), (torch.randn(rows, k) * k**-0.5).to(BF16)
+    given = {}
+    if "norm" in options:
+        given |= {"norm": torch.randn(k).to(BF16), "eps": 1e-3}
+    if options == "bias":
+        given["bias"] = torch.randn(rows).to(BF16)
+    if "silu" in options:
+        given["silu"] = True
+    residual = torch.randn(tokens, rows).to(BF16) if options == "residual" else None
+    theirs = given if residual is None else {"residual": residual.float()}
+    mine = given if residual is None else {"residual": residual}
+    exact = skinny_linear.skinny_linear_reference(x.float(), weight.float(), **theirs)
+    out = skinny_linear.skinny_linear(x, weight, **mine)
+    assert (out.float() - exact).norm() < 6e-3 * exact.norm()
 
 
 # ---- sampling -----------------------------------------------------------------------------------

@@ -64,7 +64,12 @@ def emulated_module(
 ) -> EmulatedModule:
     """In the place of `cuda_build.cuda_module`. Raises `KernelUnavailable`."""
     given = "".join(f"#define {key} {value}\n" for key, value in macros.items())
-    parts = (*HERE.rglob("*.h"), *build.CSRC.glob("*.h"), *build.CSRC.glob("*.cuh"))
+    parts = (
+        *HERE.rglob("*.h"),
+        *HERE.glob("*.cuh"),
+        *build.CSRC.glob("*.h"),
+        *build.CSRC.glob("*.cuh"),
+    )
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(parts))).hexdigest()
     source = (build.CSRC / f"{name}.cu").read_text()
     text = f"// with headers {digest}\n#define CLUSTER {CLUSTERS.get(name, 1)}\n{given}{source}"

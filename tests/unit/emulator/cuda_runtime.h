@@ -39,6 +39,10 @@ struct dim3 {
 };
 struct alignas(16) uint4 { uint32_t x, y, z, w; };
 struct alignas(8) uint2 { uint32_t x, y; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
 
 namespace emulator {
 
@@ -67,7 +71,7 @@ struct Cluster {
 };
 
 struct Block {
-  unsigned index;
+  unsigned index, blocks;
   int rank, threads;
   Cluster* cluster;
   std::vector<Fiber> fibers;
@@ -90,6 +94,13 @@ inline Block& block() {
 }
 inline dim3 thread_index() { return dim3(block().current); }
 inline dim3 block_index() { return dim3(block().index); }
+// No macros, because a launch's configuration has members of these names.
+struct BlockSize {
+  operator unsigned() const { return block().threads; }
+};
+struct GridSize {
+  operator unsigned() const { return block().blocks; }
+};
 inline void* dynamic_shared() { return block().dynamic.data(); }
 
 inline void give_way() {
@@ -168,6 +179,14 @@ inline void cluster_wait() {
 
 }  // namespace emulator
 
+static const struct { emulator::BlockSize x; } blockDim;
+static const struct { emulator::GridSize x; } gridDim;
+
+inline void __syncwarp(unsigned = ~0u) {
+  emulator::Block& b = emulator::block();
+  b.warps[b.current / 32].meeting.wait(32);
+}
+
 inline void __syncthreads() { emulator::block().meeting.wait(emulator::block().threads); }
 
 template <class T>
@@ -190,9 +209,32 @@ inline uint32_t __reduce_max_sync(unsigned, uint32_t value) {
   return value;
 }
 
+inline uint32_t __ballot_sync(unsigned, bool value) {
+  emulator::Block& b = emulator::block();
+  emulator::Warp& warp = b.warps[b.current / 32];
+  warp.slot[b.current % 32] = value;
+  warp.meeting.wait(32);
+  uint32_t votes = 0;
+  for (int i = 0; i < 32; ++i) votes |= static_cast<uint32_t>(warp.slot[i]) << i;
+  warp.meeting.wait(32);
+  return votes;
+}
+
+template <class T>
+T __shfl_up_sync(unsigned, T value, int step) {
+  const int lane = emulator::block().current % 32;
+  return emulator::exchange(value, lane < step ? lane : lane - step);
+}
+
+inline int __popc(uint32_t x) { return __builtin_popcount(x); }
+
 inline bool __any_sync(unsigned all, bool value) { return __reduce_max_sync(all, value) != 0; }
 
 inline void atomicMax(uint32_t* at, uint32_t value) { *at = value > *at ? value : *at; }
+template <class T>  // also on the memory of another block of the cluster
+T atomicAdd(T* at, T value) {
+  return __atomic_fetch_add(at, value, __ATOMIC_SEQ_CST);
+}
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
@@ -248,7 +290,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
     std::vector<emulator::Block> blocks(CLUSTER);
     for (int rank = 0; rank < CLUSTER; ++rank) {
       emulator::Block& b = blocks[rank];
-      b.index = first + rank, b.rank = rank, b.threads = threads, b.cluster = &cluster;
+      b.index = first + rank, b.blocks = config->gridDim.x, b.rank = rank, b.threads = threads, b.cluster = &cluster;
       b.fibers.resize(threads), b.warps.resize(threads / 32);
       b.dynamic.resize(config->dynamicSmemBytes / 16 + 1);
       b.call = [](void* f) { (*static_cast<decltype(call)*>(f))(); };
