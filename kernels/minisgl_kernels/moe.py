@@ -23,16 +23,16 @@ class MoeKernels:
     def compile_for(self, gate_up: torch.Tensor, down: torch.Tensor, top_k: int) -> None:
         """Compile what any number of tokens may need, so that no request waits for it."""
         from minisgl_kernels.moe_align import CHUNKS, align
-        from minisgl_kernels.moe_experts import sizes_for
+        from minisgl_kernels.moe_experts import FEW, FEW_ROWS, sizes_for
 
-        device = down.device
-        x = torch.zeros(2, down.shape[1], dtype=down.dtype, device=device)
-        scores = torch.zeros(2, down.shape[0], dtype=down.dtype, device=device)
-        many = torch.zeros(CHUNKS[0] + 1, dtype=torch.int32, device=device)
-        weights, ids = self.route(scores, top_k, True)
+        experts, hidden = down.shape[:2]
+        many = torch.zeros(CHUNKS[0] + 1, dtype=torch.int32, device=down.device)
         for blocks in sizes_for(down.dtype):
+            tokens = 1 if blocks is FEW else FEW_ROWS + 1
+            x = torch.zeros(tokens, hidden, dtype=down.dtype, device=down.device)
+            weights, ids = self.route(x.new_zeros(tokens, experts), top_k, True)
             self.run_experts(x, gate_up, down, weights, ids, blocks)
-            align(many, down.shape[0], blocks[0].m)
+            align(many, experts, blocks[0].m)
 
 
 @functools.cache

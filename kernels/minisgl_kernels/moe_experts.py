@@ -6,7 +6,8 @@
     combine    [T, hidden], the sum of each token's rows
 
 With few rows the products read weights and nothing else counts: small blocks, and enough of them
-for all multiprocessors. With many they are bound by arithmetic: large blocks.
+for all multiprocessors; with very few each row is a block, and nothing is aligned. With many they
+are bound by arithmetic: large blocks.
 """
 
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ FEW = (Blocks(16, 32, 128, 4, 4), Blocks(16, 32, 128, 4, 4))
 SMALL = (Blocks(16, 64, 64, 4, 5), Blocks(16, 128, 64, 4, 4))
 MEDIUM = (Blocks(64, 64, 64, 4, 4), Blocks(64, 128, 64, 4, 4))
 LARGE = (Blocks(128, 128, 64, 8, 3), Blocks(128, 256, 64, 8, 3))
+FEW_ROWS = 32
 SIZES = (FEW, SMALL, MEDIUM, LARGE)
 """Of `gate_up`, whose blocks are n columns of each of the two, and of `down`."""
 
@@ -44,7 +46,7 @@ def sizes_for(dtype: torch.dtype) -> tuple[tuple[Blocks, Blocks], ...]:
 
 def choose_blocks(rows: int, experts: int, dtype: torch.dtype) -> tuple[Blocks, Blocks]:
     """By the rows that an expert has on the average."""
-    if rows <= 32:
+    if rows <= FEW_ROWS:
         return FEW
     if rows <= 24 * experts:
         return SMALL
@@ -68,21 +70,23 @@ def run_experts(
     (tokens, hidden), (experts, _, width), top_k = x.shape, down.shape, ids.shape[1]
     rows = tokens * top_k
     wide, back = blocks or choose_blocks(rows, experts, x.dtype)
-    places, block_experts, used = align(ids, experts, wide.m)
-    most = max_blocks(rows, experts, wide.m)
+    alone = rows <= FEW_ROWS and wide.m == FEW[0].m
+    # With a row in each block the experts of the blocks are the ids as they come.
+    places, of_blocks, used = (ids, ids, ids) if alone else align(ids, experts, wide.m)
+    most = rows if alone else max_blocks(rows, experts, wide.m)
     inner = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     parts = torch.empty(rows, hidden, dtype=x.dtype, device=x.device)
     out = torch.empty_like(x)
     # TF32 would lose what a float32 model is for.
     precision = "ieee" if x.dtype == torch.float32 else "tf32"
     _gate_up[(triton.cdiv(width, wide.n), most)](
-        x, gate_up, inner, places, block_experts, used, rows,
-        HIDDEN=hidden, WIDTH=width, TOP_K=top_k, M=wide.m, N=wide.n, K=wide.k, PRECISION=precision,
-        num_warps=wide.warps, num_stages=wide.stages,
+        x, gate_up, inner, places, of_blocks, used, rows,
+        HIDDEN=hidden, WIDTH=width, TOP_K=top_k, ALONE=alone, M=wide.m, N=wide.n, K=wide.k,
+        PRECISION=precision, num_warps=wide.warps, num_stages=wide.stages,
     )  # fmt: skip
     _down[(triton.cdiv(hidden, back.n), most)](
-        inner, down, parts, weights, places, block_experts, used, rows,
-        HIDDEN=hidden, WIDTH=width, M=back.m, N=back.n, K=back.k, PRECISION=precision,
+        inner, down, parts, weights, places, of_blocks, used, rows,
+        HIDDEN=hidden, WIDTH=width, ALONE=alone, M=back.m, N=back.n, K=back.k, PRECISION=precision,
         num_warps=back.warps, num_stages=back.stages,
     )  # fmt: skip
     columns = min(1024, triton.next_power_of_2(hidden))
@@ -92,17 +96,29 @@ def run_experts(
     return out
 
 
+@triton.jit
+def _rows(places, block, n, ALONE: tl.constexpr, M: tl.constexpr):
+    """The rows of a block; `n` where it has none."""
+    lane = tl.arange(0, M)
+    if ALONE:
+        row = tl.where(lane == 0, block, n)
+    else:
+        row = tl.load(places + block * M + lane)
+    return row.to(tl.int64)
+
+
 @triton.jit(do_not_specialize=["n"])
 def _gate_up(
-    x, w, out, places, block_experts, used, n,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
+    x, w, out, places, of_blocks, used, n,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, ALONE: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(1)
-    if block * M >= tl.load(used):
-        return
-    expert = tl.load(block_experts + block).to(tl.int64)
-    row = tl.load(places + block * M + tl.arange(0, M)).to(tl.int64)
+    if not ALONE:  # noqa: SIM102 (Triton knows this at compile time, and nothing of the other)
+        if block * M >= tl.load(used):
+            return
+    expert = tl.load(of_blocks + block).to(tl.int64)
+    row = _rows(places, block, n, ALONE, M)
     live = row < n
     column = tl.program_id(0) * N + tl.arange(0, N)
     k = tl.arange(0, K)
@@ -135,15 +151,16 @@ def _gate_up(
 
 @triton.jit(do_not_specialize=["n"])
 def _down(
-    inner, w, out, weights, places, block_experts, used, n,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    PRECISION: tl.constexpr,
+    inner, w, out, weights, places, of_blocks, used, n,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, ALONE: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(1)
-    if block * M >= tl.load(used):
-        return
-    expert = tl.load(block_experts + block).to(tl.int64)
-    row = tl.load(places + block * M + tl.arange(0, M)).to(tl.int64)
+    if not ALONE:  # noqa: SIM102 (Triton knows this at compile time, and nothing of the other)
+        if block * M >= tl.load(used):
+            return
+    expert = tl.load(of_blocks + block).to(tl.int64)
+    row = _rows(places, block, n, ALONE, M)
     live = row < n
     column = tl.program_id(0) * N + tl.arange(0, N)
     k = tl.arange(0, K)
