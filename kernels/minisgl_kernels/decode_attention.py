@@ -17,8 +17,8 @@ TILE = 16
 """Tokens that a warp computes at a time; chunks are counted in these."""
 WARPS_PER_SM = 8
 """Of all blocks together: each warp keeps about 24 KiB of copies in shared memory."""
-MIN_TILES = 2
-"""Fewer tiles than this are no chunk: to combine two parts takes as long as to compute one."""
+BALANCE = 28
+"""How many parts of a request take as long to combine as one tile to compute, times queries."""
 SPARE_SHARE = 8
 """Of much work, one part in so many goes to warps that are done early; 0: none does."""
 _SPARE_CHUNKS = 2
@@ -58,7 +58,7 @@ class DecodeAttention:
     def __init__(
         self, *, max_batch: int, num_qo_heads: int, num_kv_heads: int, head_dim: int,
         dtype: torch.dtype, device: torch.device, sm_count: int | None = None,
-        min_tiles: int = MIN_TILES, spare_share: int = SPARE_SHARE,
+        balance: int = BALANCE, spare_share: int = SPARE_SHARE,
     ) -> None:  # fmt: skip
         """Compiles the kernel. Raises `KernelUnavailable` for a shape that it does not know."""
         group = num_qo_heads // num_kv_heads
@@ -71,7 +71,7 @@ class DecodeAttention:
         self.workers = owned_chunks(sm_count, num_kv_heads)
         chunks = self.workers * (1 + _SPARE_CHUNKS)
         self._plan, self._attention = _plan[signature], _attention[signature]
-        self._scale, self._cuts = head_dim**-0.5, (self.workers, min_tiles, spare_share)
+        self._scale, self._cuts = head_dim**-0.5, (self.workers, balance, spare_share)
         self.chunks = torch.zeros((chunks, 8), dtype=torch.int32, device=device)
         """Index of the first request, first tile, end, count of spare chunks, and that request's
         entry below."""
@@ -116,14 +116,17 @@ def owned_chunks(sm_count: int, num_kv_heads: int) -> int:
 
 
 def plan_reference(
-    lens: Int32s, rows: Int32s, workers: int, *, stages: int, min_tiles: int = MIN_TILES,
+    lens: Int32s, rows: Int32s, workers: int, *, group: int, stages: int, balance: int = BALANCE,
     spare_share: int = SPARE_SHARE,
 ) -> tuple[Int32s, Int32s]:  # fmt: skip
     """What `DecodeAttention.plan` leaves in `chunks` [all, 8] and `requests` [B + 1, 4]."""
     tiles = -(-lens.astype(np.int64) // TILE)
     ends = np.cumsum(tiles)
     first, total = ends - tiles, int(ends[-1])
-    owned, spare, owned_tiles = min(workers, -(-total // min_tiles)), 0, total
+    least = 1
+    while balance * least**2 < tiles.max() * group:
+        least += 1
+    owned, spare, owned_tiles = min(workers, -(-total // least)), 0, total
     if spare_share and total >= workers * 4 * stages:
         owned_tiles = total - total // spare_share
         spare = min(workers * _SPARE_CHUNKS, (total - owned_tiles) // stages)

@@ -52,9 +52,13 @@ struct alignas(16) Chunk {
 // spare chunk has STAGES tiles or more: see `attention`.
 struct Cuts {
   int tiles, owned_tiles, owned, spare;
-  __device__ Cuts(int all, int workers, int most_spare, int min_tiles, int spare_share) {
+  // A warp takes its tiles one after the other, and then one warp the parts of a request: so little
+  // work that not all warps are needed is cut into about sqrt(balance * longest / GROUP) parts.
+  __device__ Cuts(int all, int longest, int workers, int most_spare, int balance, int spare_share) {
+    int least = 1;
+    while (balance * least * least < longest * GROUP) ++least;
     tiles = owned_tiles = all;
-    owned = min(workers, (all + min_tiles - 1) / min_tiles);
+    owned = min(workers, (all + least - 1) / least);
     spare = 0;
     if (spare_share && all >= workers * 4 * STAGES) {
       owned_tiles = all - all / spare_share;
@@ -84,22 +88,28 @@ constexpr int kPlanThreads = 1024;
 // One block. `chunks` [max_chunks] and `requests` [batch + 1] are written.
 __global__ void __launch_bounds__(kPlanThreads)
     plan(const int* lens, const int* rows, Chunk* chunks, Request* requests, int batch,
-         int max_chunks, int workers, int min_tiles, int spare_share) {
+         int max_chunks, int workers, int balance, int spare_share) {
   DYNAMIC_SHARED(int, first);  // [batch + 1] first tile of each request, and of all
-  __shared__ int warp_sums[kPlanThreads / 32];
+  __shared__ int warp_sums[kPlanThreads / 32], warp_longest[kPlanThreads / 32];
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   wait_for_previous();  // and no `launch_next`: see `attention`
   const int each = (batch + kPlanThreads - 1) / kPlanThreads;
   const int begin = min(thread * each, batch), stop = min(begin + each, batch);
-  int sum = 0;
-  for (int i = begin; i < stop; ++i) sum += (lens[i] + kTile - 1) / kTile;
+  int sum = 0, longest = 0;
+  for (int i = begin; i < stop; ++i) {
+    const int count = (lens[i] + kTile - 1) / kTile;
+    sum += count;
+    longest = max(longest, count);
+  }
   int before = sum;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
     const int other = __shfl_up_sync(kAll, before, step);
     if (lane >= step) before += other;
+    longest = max(longest, __shfl_xor_sync(kAll, longest, step));
   }
   if (lane == 31) warp_sums[warp] = before;
+  if (lane == 31) warp_longest[warp] = longest;
   __syncthreads();
   before -= sum;
   for (int w = 0; w < warp; ++w) before += warp_sums[w];
@@ -109,8 +119,9 @@ __global__ void __launch_bounds__(kPlanThreads)
   }
   if (begin < stop && stop == batch) first[batch] = before;
   __syncthreads();
+  for (int w = 0; w < kPlanThreads / 32; ++w) longest = max(longest, warp_longest[w]);
   const int tiles = first[batch];
-  const Cuts cuts(tiles, workers, max_chunks - workers, min_tiles, spare_share);
+  const Cuts cuts(tiles, longest, workers, max_chunks - workers, balance, spare_share);
   const auto request = [&](int i) {
     return Request{first[i], lens[i], rows[i],
                    cuts.chunk_of(first[i]) << 16 | cuts.chunk_of(first[i + 1] - 1)};
@@ -190,9 +201,18 @@ __device__ int64_t place(const Inputs& in, int chunk, bool starts, int head) {
   return ((int64_t{chunk} * 2 + starts) * in.kv_heads + head) * GROUP;
 }
 
+template <int N>
+__device__ void load_floats(float (&x)[N], const float* from) {
+  if constexpr (N == 4) {
+    *reinterpret_cast<float4*>(x) = __ldcg(reinterpret_cast<const float4*>(from));
+  } else {
+    *reinterpret_cast<float2*>(x) = __ldcg(reinterpret_cast<const float2*>(from));
+  }
+}
+
 // Add up what the chunks of a request left, and write the result. A lane has kLaneDims dims.
 __device__ void combine(const Inputs& in, int index, int chunks, int head, int lane) {
-  constexpr int kAhead = GROUP <= 2 ? 8 : GROUP <= 5 ? 3 : 2;
+  constexpr int kAhead = 32 / GROUP;  // parts whose loads are on their way: 32 a lane
   const int low = chunks >> 16, parts = (chunks & 0xffff) - low + 1;
   const auto at = [&](int part) { return place(in, low + part, part == 0, head); };
   float top[GROUP], sum[GROUP], weight[GROUP], acc[GROUP][kLaneDims];
@@ -220,20 +240,24 @@ __device__ void combine(const Inputs& in, int index, int chunks, int head, int l
       for (int d = 0; d < kLaneDims; ++d) acc[g][d] *= rescale;
       top[g] = best;
     }
-#pragma unroll kAhead
-    for (int part = 0; part < here; ++part) {
-      const float* from = in.partial + at(base + part) * HEAD_DIM + lane * kLaneDims;
+    for (int part = 0; part < here; part += kAhead) {
+      float x[kAhead][GROUP][kLaneDims];
 #pragma unroll
-      for (int g = 0; g < GROUP; ++g) {
-        const float w = __shfl_sync(kAll, weight[g], part);
-        float x[kLaneDims];
-        if constexpr (kLaneDims == 4) {
-          *reinterpret_cast<float4*>(x) = __ldcg(reinterpret_cast<const float4*>(from + g * HEAD_DIM));
-        } else {
-          *reinterpret_cast<float2*>(x) = __ldcg(reinterpret_cast<const float2*>(from + g * HEAD_DIM));
+      for (int i = 0; i < kAhead; ++i) {
+        const int there = base + min(part + i, here - 1);
+        const float* from = in.partial + at(there) * HEAD_DIM + lane * kLaneDims;
+#pragma unroll
+        for (int g = 0; g < GROUP; ++g) load_floats(x[i][g], from + g * HEAD_DIM);
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+#pragma unroll
+        for (int g = 0; g < GROUP; ++g) {
+          float w = __shfl_sync(kAll, weight[g], part + i);
+          if (part + i >= here) w = 0.f;
+#pragma unroll
+          for (int d = 0; d < kLaneDims; ++d) acc[g][d] += w * x[i][g][d];
         }
-#pragma unroll
-        for (int d = 0; d < kLaneDims; ++d) acc[g][d] += w * x[d];
       }
     }
   }
@@ -470,7 +494,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
 
 }  // namespace
 
-// (chunks [all, 8], requests [batch + 1 or more, 4], lens [batch], rows [batch], workers, min_tiles,
+// (chunks [all, 8], requests [batch + 1 or more, 4], lens [batch], rows [batch], workers, balance,
 //  spare_share): chunks are owned by `workers` at most; of much work the last 1 / spare_share, if
 //  that is not 0, is cut into the others
 EXPORT(plan_decode_attention) {

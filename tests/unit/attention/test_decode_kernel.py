@@ -45,8 +45,9 @@ def test_decode_attention_is_exact_and_leaves_its_counters_at_zero(
     )  # fmt: skip
     kernel.plan(torch.tensor(lens, dtype=torch.int32), rows)
     chunks, requests = decode.plan_reference(
-        np.array(lens, np.int32), rows.numpy(), kernel.workers, stages=STAGES, spare_share=share
-    )
+        np.array(lens, np.int32), rows.numpy(), kernel.workers, group=heads // kv_heads,
+        stages=STAGES, spare_share=share,
+    )  # fmt: skip
     np.testing.assert_array_equal(kernel.chunks.numpy(), chunks)
     np.testing.assert_array_equal(kernel.requests.numpy(), requests)
     assert (chunks[0, 3] > 0) == (lens == [800]), "only much work has spare chunks"

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl_kernels.decode_attention import MIN_TILES, TILE, owned_chunks, plan_reference
+from minisgl_kernels.decode_attention import BALANCE, TILE, owned_chunks, plan_reference
 
-STAGES = 3
+GROUP, STAGES = 2, 3
 LENS = st.lists(st.integers(1, 3000), min_size=1, max_size=60)
 WORKERS = st.sampled_from([1, 7, 132, 352])
 SHARES = st.sampled_from([0, 2, 8])
@@ -16,7 +16,9 @@ SHARES = st.sampled_from([0, 2, 8])
 
 def plan(lens: list[int], workers: int, share: int) -> tuple[npt.NDArray[np.int32], ...]:
     rows = np.arange(len(lens), dtype=np.int32)[::-1].copy()
-    return plan_reference(np.array(lens, np.int32), rows, workers, stages=STAGES, spare_share=share)
+    return plan_reference(
+        np.array(lens, np.int32), rows, workers, group=GROUP, stages=STAGES, spare_share=share
+    )
 
 
 @given(lens=LENS, workers=WORKERS, share=SHARES)
@@ -26,7 +28,8 @@ def test_chunks_cover_every_tile_once_and_those_of_warps_are_equal(
     chunks, requests = plan(lens, workers, share)
     spare = int(chunks[0, 3])
     total = sum(-(-n // TILE) for n in lens)
-    owned = min(workers, -(-total // MIN_TILES))
+    least = int(np.ceil(np.sqrt(-(-max(lens) // TILE) * GROUP / BALANCE)))
+    owned = min(workers, -(-total // least))
     used = chunks[: owned + spare]
     assert not (chunks[owned + spare :, 1:3]).any()
     assert requests[-1, 0] == total

@@ -39,6 +39,7 @@ struct dim3 {
 };
 struct alignas(16) uint4 { uint32_t x, y, z, w; };
 struct alignas(8) uint2 { uint32_t x, y; };
+struct alignas(16) int4 { int x, y, z, w; };
 struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
@@ -235,6 +236,11 @@ template <class T>  // also on the memory of another block of the cluster
 T atomicAdd(T* at, T value) {
   return __atomic_fetch_add(at, value, __ATOMIC_SEQ_CST);
 }
+inline void __threadfence() {}
+template <class T>
+T __ldcg(const T* at) { return *at; }
+template <class T>
+void __stcg(T* at, T value) { *at = value; }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
