@@ -12,19 +12,31 @@ from minisgl_kernels.cuda_build import Family, cuda_type
 
 Sample = Callable[..., torch.Tensor]
 
-MAX_SHARED_BYTES = 227 * 1024 - 2048
-"""Of a block, less what the kernel declares itself."""
+MAX_SHARED_BYTES = 227 * 1024
+"""Of a block of compute capability 9."""
 THREADS = 512
 _CLUSTER = 8
 _MIN_CAPABILITY = (9, 0)
+_STATIC_BYTES = 2 * 1024
+
+
+def cluster_macros(
+    dtype: torch.dtype, vocab_size: int, token_bytes: int, static_bytes: int
+) -> dict[str, str | int]:
+    """Of a kernel by which a cluster keeps a row in its blocks' shared memory.
+
+    Raises `KernelUnavailable` if the GPU has no clusters, or the row does not fit.
+    """
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < _MIN_CAPABILITY:
+        raise KernelUnavailable("sampling needs clusters of thread blocks (compute capability 9)")
+    if (vocab_size / _CLUSTER + 8) * token_bytes > MAX_SHARED_BYTES - static_bytes:
+        raise KernelUnavailable(f"sampling has no kernel for {vocab_size} tokens of {dtype}")
+    return {"ELEMENT": cuda_type(dtype)}
 
 
 def _macros(dtype: torch.dtype, vocab_size: int) -> dict[str, str | int]:
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < _MIN_CAPABILITY:
-        raise KernelUnavailable("sampling needs clusters of thread blocks (compute capability 9)")
-    if (vocab_size / _CLUSTER + 8) * dtype.itemsize > MAX_SHARED_BYTES:
-        raise KernelUnavailable(f"sampling has no kernel for {vocab_size} tokens of {dtype}")
-    return {"ELEMENT": cuda_type(dtype), "THREADS": THREADS}
+    macros = cluster_macros(dtype, vocab_size, dtype.itemsize, _STATIC_BYTES)
+    return macros | {"THREADS": THREADS}
 
 
 _family = Family("sample", "sample", _macros, ("-fmad=false",))

@@ -14,7 +14,9 @@ import torch
 from minisgl_kernels import activation, decode_inputs, embedding, kv_store, norm, qk_rope_store
 from minisgl_kernels.block_table import block_table
 from minisgl_kernels.decode_attention import DecodeAttention
+from minisgl_kernels.filter_bounds import filter_bounds
 from minisgl_kernels.sample import sample
+from minisgl_kernels.skinny_linear import skinny_linear
 
 DEVICE = "cuda"
 
@@ -119,6 +121,23 @@ def call_decode_attention() -> None:
         kernel.plan(torch.tensor(lens, dtype=torch.int32, device=DEVICE), rows)
         for _ in range(2):
             kernel.attention(_randn(batch, heads, dim), *slots, table)
+
+
+def call_filter_bounds() -> None:
+    """All filters, with ties and without."""
+    for logits in (_randn(4, 4099), _integers(3, 4, 4099).bfloat16()):
+        top_k = torch.tensor([2, 50, 1 << 31, 1 << 31], device=DEVICE)
+        top_p = torch.tensor([0.5, 1.0, 0.9, 1.0], device=DEVICE, dtype=torch.float64)
+        filter_bounds(logits, torch.ones(4, device=DEVICE), top_k, top_p, 1 - top_p)
+
+
+def call_skinny_linear() -> None:
+    """Each thing that may stand before or behind the product."""
+    for tokens in (1, 9):
+        x, weight = _randn(tokens, 1056), _randn(42, 1056)
+        skinny_linear(x, weight, bias=_randn(42))
+        skinny_linear(x, weight, norm=_randn(1056), eps=1e-6, silu=True)
+        skinny_linear(x, weight, residual=_randn(tokens, 42))
 
 
 CALLS: dict[str, Callable[[], None]] = {

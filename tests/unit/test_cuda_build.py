@@ -23,6 +23,8 @@ SOURCES = {
     "silu_and_mul": {**BF16, "WIDTH_OF_ROW": 3072},
     "decode_inputs": {},
     "sample": {**BF16, "THREADS": 512},
+    "filter_bounds": {**BF16, "THREADS": 512},
+    "skinny_linear": {**BF16, "NORM": 1, "MODE": 2},
 }
 
 

@@ -13,6 +13,7 @@ from minisgl_kernels import (
     cuda_build,
     decode_inputs,
     embedding,
+    filter_bounds,
     kv_store,
     norm,
     qk_rope_store,
@@ -30,8 +31,18 @@ BF16 = torch.bfloat16
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch):
     monkeypatch.setattr(cuda_build, "cuda_module", emulated_module)
-    monkeypatch.setattr(sample, "THREADS", 64)  # fewer fibers: the same logic
-    modules = (embedding, kv_store, qk_rope_store, activation, decode_inputs, sample, skinny_linear)
+    for module in (sample, filter_bounds):
+        monkeypatch.setattr(module, "THREADS", 64)  # fewer fibers: the same logic
+    modules = (
+        embedding,
+        kv_store,
+        qk_rope_store,
+        activation,
+        decode_inputs,
+        sample,
+        skinny_linear,
+        filter_bounds,
+    )
     for module in modules:
         monkeypatch.setattr(module._family, "_made", {})
     for family in (norm._plain, norm._adding):
@@ -198,3 +209,39 @@ def test_sample_keeps_to_bounds_and_writes_to_the_token_pool():
     assert torch.equal(tokens, expected_tokens(logits, *given, *limits))
     assert torch.equal(pool[places], tokens)
     assert int((pool != -1).sum()) == 6
+
+
+LIMITS = {
+    "top_k": ([2, 5, 300, 1 << 31, 999, 1000], None, None),
+    "top_p": (None, [0.1, 0.5, 0.9, 0.999, 1e-6, 1.0], None),
+    "min_p": (None, None, [0.0, 0.01, 0.5, 0.9, 1e-9, 0.2]),
+    "all": (
+        [2, 50, 50, 1 << 31, 1 << 31, 7],
+        [0.9, 0.3, 1.0, 0.9, 1.0, 1.0],
+        [0, 0, 0.3, 0.1, 0, 0],
+    ),
+}
+
+
+@pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
+@pytest.mark.parametrize("levels", [None, 5, 1])
+def test_filter_bounds_pass_the_tokens_of_the_filters(levels, limits):
+    logits = torch.randn(6, 1000) * 4
+    if levels is not None:  # many ties
+        logits = torch.randint(0, levels, (6, 1000)).float()
+    logits[3, 5:9] = -torch.inf
+    temperature = torch.tensor([1.0, 0.3, 2.0, 1.0, 0.01, 1.0])
+    top_k, top_p, min_p = limits
+    given = (
+        None if top_k is None else torch.tensor(top_k),
+        None if top_p is None else torch.tensor(top_p).double(),
+        None if min_p is None else torch.tensor(min_p).double(),
+    )
+    y = (logits - logits.amax(1, keepdim=True)) / temperature[:, None]
+    ids = torch.arange(1000)
+
+    def passing(least, last):
+        return (y > least[:, None]) | ((y == least[:, None]) & (ids <= last[:, None]))
+
+    found = filter_bounds.filter_bounds(logits, temperature, *given)
+    assert torch.equal(passing(*found), passing(*bounds(y, *given)))

@@ -166,6 +166,17 @@ struct alignas(sizeof(E) * N > 16 ? 16 : sizeof(E) * N) Vec {
   }
 };
 
+// Numbers in the order of floats, NaN above all; and back. A zero's sign is dropped first.
+__device__ inline uint32_t ordered(float x) {
+  if (x != x) return 0xffffffffu;
+  const uint32_t bits = __float_as_uint(x + 0.0f);
+  return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
+}
+
+__device__ inline float unordered(uint32_t o) {
+  return __uint_as_float(o >> 31 ? o ^ 0x80000000u : ~o);
+}
+
 // The sum over groups of LANES neighbouring lanes, a power of two; each lane gets it.
 template <int LANES>
 __device__ inline float group_sum(float x) {

@@ -41,17 +41,6 @@ struct Params {
   const void* output_index;
 };
 
-// Numbers in the order of floats, NaN above all; and back. A zero's sign is dropped first.
-__device__ uint32_t ordered(float x) {
-  if (x != x) return 0xffffffffu;
-  const uint32_t bits = __float_as_uint(x + 0.0f);
-  return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
-}
-
-__device__ float unordered(uint32_t o) {
-  return __uint_as_float(o >> 31 ? o ^ 0x80000000u : ~o);
-}
-
 __device__ float max_or_nan(float a, float b) {
 #ifdef __CUDA_ARCH__
   float m;

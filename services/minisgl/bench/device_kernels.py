@@ -8,10 +8,12 @@ import torch
 
 from minisgl.bench.device import DeviceCase
 from minisgl.engine.draw import DrawBatch, draw_reference
+from minisgl.engine.filters import bounds
 from minisgl_kernels import (
     activation,
     decode_inputs,
     embedding,
+    filter_bounds,
     kv_store,
     norm,
     qk_rope_store,
@@ -167,6 +169,30 @@ def sample_cases() -> Iterator[DeviceCase]:
             )  # fmt: skip
 
 
+def filter_cases() -> Iterator[DeviceCase]:
+    """top_k 20 and top_p 0.95, or top_p alone, of bfloat16 logits, which are read once."""
+
+    def make(batch: int, top_k: int) -> tuple[Any, ...]:
+        k = torch.full((batch,), top_k, device="cuda") if top_k else None
+        p = torch.full((batch,), 0.95, dtype=torch.float64, device="cuda")
+        return _randn(batch, VOCAB) * 3, torch.full((batch,), 0.6, device="cuda"), k, p, None
+
+    def reference(
+        logits: torch.Tensor, temperature: torch.Tensor, *limits: torch.Tensor | None
+    ) -> object:
+        logits = logits.float()
+        y = (logits - logits.amax(dim=1, keepdim=True)) / temperature[:, None]
+        return bounds(y, *limits)
+
+    for top_k in (20, 0):
+        for batch in (1, 32, 256):
+            yield DeviceCase(
+                f"{'k, p' if top_k else 'p'} {batch}", batch * (2 * VOCAB + 32),
+                partial(make, batch, top_k), filter_bounds.filter_bounds_function(), reference,
+                capturable=False,
+            )  # fmt: skip
+
+
 DEVICE_KERNELS: dict[str, Callable[[], Iterator[DeviceCase]]] = {
     "embedding": embedding_cases,
     "store-kv": store_cases,
@@ -175,5 +201,6 @@ DEVICE_KERNELS: dict[str, Callable[[], Iterator[DeviceCase]]] = {
     "silu-and-mul": gate_cases,
     "decode-inputs": decode_input_cases,
     "sample": sample_cases,
+    "filter-bounds": filter_cases,
 }
 """By name, as in `kernels.KERNELS`."""

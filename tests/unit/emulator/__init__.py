@@ -11,7 +11,7 @@ import torch
 from minisgl_kernels import build
 
 HERE = Path(__file__).parent
-CLUSTERS = {"sample": 8}
+CLUSTERS = {"sample": 8, "filter_bounds": 8}
 """Blocks of a cluster, where a kernel has clusters."""
 
 
