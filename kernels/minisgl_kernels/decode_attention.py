@@ -105,6 +105,15 @@ class DecodeAttention:
         return out
 
 
+def supports(dtype: torch.dtype, head_dim: int, group: int) -> bool:
+    """Whether there is a kernel for `group` query heads a KV head of this dim and type."""
+    try:
+        _macros(dtype, head_dim, group)
+    except KernelUnavailable:
+        return False
+    return True
+
+
 def decode_attention_function() -> Callable[..., DecodeAttention] | None:
     """`DecodeAttention`, or None, with one warning, where CUDA kernels cannot be compiled."""
     return DecodeAttention if _attention.usable() else None

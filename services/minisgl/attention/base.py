@@ -39,6 +39,16 @@ class AttentionContext:
         return -(-self.max_seq_len // self.page_size)
 
 
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a model asks of a kernel."""
+
+    dtype: torch.dtype = torch.bfloat16
+    head_dim: int = 128
+    group: int = 1
+    """Query heads for each KV head."""
+
+
 @dataclass(slots=True)
 class ForwardBatch:
     """One step as the model sees it: B requests with T new tokens in all.
@@ -102,6 +112,9 @@ class AttentionBackend(ABC):
     default_page_size: ClassVar[int] = 1
     captures: ClassVar[bool] = False
     """Its decode can be part of a CUDA graph."""
+    captures_prefill: ClassVar[bool] = False
+    """So can its prefill of few tokens, with the number of requests and of tokens fixed: requests
+    may have no new token, and all lengths are on the device."""
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (*HALVES, torch.float32)
 
     def __init__(self, ctx: AttentionContext) -> None:

@@ -1,11 +1,17 @@
 """The attention backends, one line an entry, and the choice among them."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from minisgl.attention.base import HALVES, AttentionBackend, AttentionContext, ForwardBatch
+from minisgl.attention.base import (
+    HALVES,
+    AttentionBackend,
+    AttentionContext,
+    ForwardBatch,
+    Needs,
+)
 from minisgl.attention.fa_backend import FlashAttentionBackend
 from minisgl.attention.fi_backend import FlashInferBackend
 from minisgl.attention.mini_backend import MiniBackend
@@ -13,6 +19,7 @@ from minisgl.attention.torch_backend import TorchBackend
 from minisgl.attention.trtllm_backend import TrtllmBackend
 from minisgl.config import UsageError
 from minisgl.kvcache.pool import KVPool
+from minisgl_kernels.decode_attention import decode_attention_function, supports
 
 BACKENDS: dict[str, type[AttentionBackend]] = {
     "torch": TorchBackend,
@@ -27,6 +34,7 @@ ANNOUNCED = ("cpu",)
 """Names that this build does not have."""
 
 _log = logging.getLogger(__name__)
+_USUAL = Needs()
 
 
 class HybridBackend(AttentionBackend):
@@ -66,14 +74,16 @@ def device_capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def backend_names(
-    name: str, capability: tuple[int, int] | None, dtype: torch.dtype = torch.bfloat16
-) -> tuple[str, ...]:
+    name: str, capability: tuple[int, int] | None, needs: Needs = _USUAL, *,
+    compiles: Callable[[], bool] = lambda: decode_attention_function() is not None,
+) -> tuple[str, ...]:  # fmt: skip
     """What `--attention-backend` names on this device: one backend, or those of prefill and decode.
 
-    `auto` becomes what suits the device and the type that the model computes with. `UsageError`
-    lists the choices, or says what of it this device or that type cannot do.
+    `auto` becomes what suits the device and the model; `compiles` says whether it can have kernels
+    of our own. `UsageError` lists the choices, or says what of it this device or the model's type
+    cannot do.
     """
-    names = tuple((_auto(capability, dtype) if name == "auto" else name).split(","))
+    names = tuple((_auto(capability, needs, compiles) if name == "auto" else name).split(","))
     if len(names) > 2:
         raise UsageError(
             f"--attention-backend takes one name or a pair PREFILL,DECODE, not {name!r}"
@@ -85,7 +95,7 @@ def backend_names(
                 f"--attention-backend {part!r} is not {'available here' if known else 'known'}; "
                 f"choices: auto, {', '.join(BACKENDS)}, or a pair PREFILL,DECODE of them"
             )
-        if dtype not in BACKENDS[part].dtypes:
+        if needs.dtype not in BACKENDS[part].dtypes:
             raise UsageError(
                 f"--attention-backend {part} computes in bfloat16 or float16; use --dtype "
                 "bfloat16, or --attention-backend torch"
@@ -120,7 +130,12 @@ def make_backend(names: Sequence[str], ctx: AttentionContext) -> AttentionBacken
     return backends[0] if len(backends) == 1 else HybridBackend(ctx, backends[0], backends[1])
 
 
-def _auto(capability: tuple[int, int] | None, dtype: torch.dtype) -> str:
-    if capability is None or capability < (8, 0) or dtype not in HALVES:
+def _auto(capability: tuple[int, int] | None, needs: Needs, compiles: Callable[[], bool]) -> str:
+    """On Hopper our decode kernel read as fast as the best library or faster in all but the longest
+    batches that were measured (docs/performance.md); FlashInfer decodes what it does not know."""
+    if capability is None or capability < (8, 0) or needs.dtype not in HALVES:
         return "torch"
-    return {10: "trtllm", 9: "fa,fi"}.get(capability[0], "fi")
+    if capability[0] == 9:
+        ours = supports(needs.dtype, needs.head_dim, needs.group) and compiles()
+        return "fa,mini" if ours else "fa,fi"
+    return "trtllm" if capability[0] == 10 else "fi"

@@ -177,8 +177,8 @@ def _event() -> torch.cuda.Event:
 
 def read_ceiling(buffer: torch.Tensor, rounds: int) -> float:
     """Bytes a second of a sum over 2 GiB, which only reads."""
-    part = buffer[: 2**30].view(torch.int32)
-    total = torch.empty((), dtype=torch.int64, device=buffer.device)
+    part = buffer[: 2**30].view(torch.float32)
+    total = torch.empty((), dtype=torch.float32, device=buffer.device)
 
     def read() -> None:
         torch.sum(part, (0,), out=total)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from minisgl.attention.base import AttentionBackend, AttentionContext
+from minisgl.attention.base import AttentionBackend, AttentionContext, Needs
 from minisgl.attention.registry import (
     backend_names,
     choose_page_size,
@@ -65,11 +65,12 @@ class Engine(StepEngine):
         self.max_seq_len = _max_seq_len(config, model)
         capability = device_capability(self._device)
         dtype = _dtype(config.dtype, model)
-        backends = backend_names(config.attention_backend, capability, dtype)
+        heads = head_shard(model.num_heads, model.num_kv_heads, comm.rank, comm.size)
+        needs = Needs(dtype, model.head_dim, heads.q.local // heads.kv.local)
+        backends = backend_names(config.attention_backend, capability, needs)
         self.page_size = choose_page_size(backends, config.page_size)
         if config.quantization != "none":
             raise UsageError(f"--quantization {config.quantization} is not available yet")
-        heads = head_shard(model.num_heads, model.num_kv_heads, comm.rank, comm.size)
         # All measure before any loads: that would look like a device or host with less memory.
         seen = comm.gather_ints(
             [_gpu_id(self._device), torch.cuda.mem_get_info()[0]]
@@ -131,6 +132,10 @@ class Engine(StepEngine):
     def forward(self, step: StepInput) -> StepOutput:
         return self._live.forward(step)
 
+    @property
+    def waited(self) -> float:  # type: ignore[override]
+        return self._live.waited
+
     def close(self) -> None:
         if self._runner is None:
             return
@@ -171,7 +176,7 @@ class Engine(StepEngine):
         graphs hold the cache's address."""
         from minisgl.engine import measure
         from minisgl.engine.cuda import CudaRunner
-        from minisgl.engine.graph_sizes import graph_sizes
+        from minisgl.engine.graph_sizes import graph_sizes, prompt_sizes
 
         config, comm, device = self._config, self._comm, self._device
         requests = config.max_running_requests
@@ -214,7 +219,10 @@ class Engine(StepEngine):
         parts.pool = pool = self._make_pool(self.num_pages)
         parts.tables = tables.with_dummy_slot(pool.dummy_page * self.page_size)
         before, began = measure.free_bytes(device), time.monotonic()
-        runner.capture(sizes)
+        of_prompts = []
+        if sizes and attention.captures_prefill:
+            of_prompts = prompt_sizes(min(config.max_prefill_tokens, self.max_seq_len))
+        runner.capture(sizes, of_prompts)
         figures |= {
             "device": torch.cuda.get_device_name(device),
             "free_bytes_before": free[comm.rank],
@@ -222,6 +230,7 @@ class Engine(StepEngine):
             "pages": self.num_pages,
             "page_size": self.page_size,
             "graphs": len(sizes),
+            "prompt_graphs": len(of_prompts),
             "graph_seconds": time.monotonic() - began,
             "graph_bytes": before - measure.free_bytes(device),
         }

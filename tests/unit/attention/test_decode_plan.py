@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl_kernels.decode_attention import BALANCE, TILE, owned_chunks, plan_reference
@@ -21,6 +21,7 @@ def plan(lens: list[int], workers: int, share: int) -> tuple[npt.NDArray[np.int3
     )
 
 
+@settings(deadline=None)
 @given(lens=LENS, workers=WORKERS, share=SHARES)
 def test_chunks_cover_every_tile_once_and_those_of_warps_are_equal(
     lens: list[int], workers: int, share: int
@@ -42,6 +43,7 @@ def test_chunks_cover_every_tile_once_and_those_of_warps_are_equal(
         assert sizes[owned:].sum() == total // share
 
 
+@settings(deadline=None)
 @given(lens=LENS, workers=WORKERS, share=SHARES)
 def test_a_request_knows_the_chunks_that_have_parts_of_it(
     lens: list[int], workers: int, share: int

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from minisgl.attention.base import AttentionContext
+from minisgl.attention.base import AttentionContext, Needs
 from minisgl.attention.registry import (
     HybridBackend,
     backend_names,
@@ -33,7 +33,7 @@ def test_a_cpu_gets_the_torch_backend_with_single_slots() -> None:
 @pytest.mark.parametrize(
     ("capability", "names"),
     [
-        (HOPPER, ("fa", "fi")),
+        (HOPPER, ("fa", "mini")),
         (BLACKWELL, ("trtllm",)),
         ((10, 3), ("trtllm",)),
         ((8, 0), ("fi",)),
@@ -45,14 +45,24 @@ def test_a_cpu_gets_the_torch_backend_with_single_slots() -> None:
 def test_auto_takes_what_suits_the_capability(
     capability: tuple[int, int], names: tuple[str, ...]
 ) -> None:
-    assert backend_names("auto", capability) == names
+    assert backend_names("auto", capability, compiles=lambda: True) == names
+
+
+def test_auto_decodes_by_flashinfer_what_has_no_kernel_of_our_own() -> None:
+    def names(needs: Needs, compiles: bool = True) -> tuple[str, ...]:
+        return backend_names("auto", HOPPER, needs, compiles=lambda: compiles)
+
+    assert names(Needs(torch.float16, 64, 8)) == ("fa", "mini")
+    assert names(Needs(head_dim=96)) == ("fa", "fi")
+    assert names(Needs(group=16)) == ("fa", "fi")
+    assert names(Needs(), compiles=False) == ("fa", "fi")
 
 
 def test_float32_is_for_the_torch_backend() -> None:
-    assert backend_names("auto", HOPPER, torch.float32) == ("torch",)
-    assert backend_names("auto", HOPPER, torch.float16) == ("fa", "fi")
+    floats = Needs(torch.float32)
+    assert backend_names("auto", HOPPER, floats) == ("torch",)
     with pytest.raises(UsageError, match="fi computes in bfloat16 or float16; use --dtype"):
-        backend_names("torch,fi", HOPPER, torch.float32)
+        backend_names("torch,fi", HOPPER, floats)
 
 
 @pytest.mark.parametrize("requested", [1, 128, 24])
