@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from minisgl.kvcache.pool import KVPool
 
 
+PROMPT_REQUESTS = 8
+"""Requests of a captured prefill."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionContext:
     """What a backend is made for: one rank's heads on one device."""
@@ -32,6 +36,11 @@ class AttentionContext:
     """Columns of the page table: no request is longer."""
     capability: tuple[int, int] | None = None
     """Compute capability of a CUDA device; None on others."""
+
+    @property
+    def max_batch(self) -> int:
+        """Most requests of a step, those that fill a captured prefill up among them."""
+        return max(self.max_running, PROMPT_REQUESTS)
 
     @property
     def max_pages(self) -> int:
@@ -94,17 +103,19 @@ class AttentionBackend(ABC):
     """Paged causal attention of one kind of kernel.
 
     `forward` is called once a layer, after the layer's new keys and values were stored. An eager
-    step calls `prepare_metadata` first. A decode step in a CUDA graph goes like this:
+    step calls `prepare_metadata` first. A step in a CUDA graph goes like this:
 
         init_capture(max_bs)                 once
-        for each batch size, largest first, on buffers that stay where they are:
+        for each size of a batch, largest first, on buffers that stay where they are:
             replay_metadata(batch)           and a forward of the model, to warm up; then
             capture: capture_metadata(batch), forward of the model
         for each step: fill the buffers, replay_metadata(batch), replay the graph
 
     So work on the host belongs into `replay_metadata`, work on the device that follows from the
     batch's tensors into `capture_metadata`, where it becomes part of the graph. Rows that fill a
-    captured batch up have length 1, on the dummy page. All of it is queued on the current stream.
+    captured batch up have length 1, on the dummy page. A captured prefill always has T tokens of
+    PROMPT_REQUESTS requests; tokens that fill it up belong to a request on the dummy page, and
+    requests may have no new token. All of it is queued on the current stream.
     """
 
     page_sizes: ClassVar[tuple[int, ...]] = ()
@@ -112,6 +123,8 @@ class AttentionBackend(ABC):
     default_page_size: ClassVar[int] = 1
     captures: ClassVar[bool] = False
     """Its decode can be part of a CUDA graph."""
+    captures_prefill: ClassVar[bool] = False
+    """So can its prefill, of a fixed number of tokens and requests."""
     captures_prefill: ClassVar[bool] = False
     """So can its prefill of few tokens, with the number of requests and of tokens fixed: requests
     may have no new token, and all lengths are on the device."""

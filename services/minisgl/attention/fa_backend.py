@@ -28,6 +28,7 @@ class FlashAttentionBackend(AttentionBackend):
 
     default_page_size = 128
     captures = True
+    captures_prefill = True
     dtypes = HALVES
 
     @classmethod
@@ -49,16 +50,17 @@ class FlashAttentionBackend(AttentionBackend):
         self._attend: Any = flash_attn_with_kvcache
         self._schedule: Any = get_scheduler_metadata
         self._block_table = block_table_function()
-        shape = (ctx.max_running, ctx.max_pages)
+        shape = (ctx.max_batch, ctx.max_pages)
         self._pages = torch.zeros(shape, dtype=torch.int32, device=ctx.device)
-        self._starts = torch.arange(ctx.max_running + 1, dtype=torch.int32, device=ctx.device)
+        self._starts = torch.arange(ctx.max_batch + 1, dtype=torch.int32, device=ctx.device)
 
     def prepare_metadata(self, batch: ForwardBatch) -> None:
         new = 1 if batch.is_decode else int((batch.device_lens - batch.cached_lens).max())
         self._prepare(batch, new)
 
     def capture_metadata(self, batch: ForwardBatch) -> None:
-        self._prepare(batch, 1)
+        # Of prompts any number of the graph's tokens may be one request's.
+        self._prepare(batch, 1 if batch.is_decode else len(batch.input_ids))
 
     def _prepare(self, batch: ForwardBatch, new: int) -> None:
         ctx, size, lens = self.ctx, len(batch.device_lens), batch.device_lens_dev

@@ -45,7 +45,9 @@ class HybridBackend(AttentionBackend):
     ) -> None:
         super().__init__(ctx)
         self._prefill, self._decode = prefill, decode
-        self.captures = decode.captures  # type: ignore[misc]  # that of a pair is its second one's
+        # Those of a pair are not those of the class.
+        self.captures = decode.captures  # type: ignore[misc]
+        self.captures_prefill = prefill.captures_prefill  # type: ignore[misc]
 
     def prepare_metadata(self, batch: ForwardBatch) -> None:
         self._of(batch).prepare_metadata(batch)
@@ -57,12 +59,13 @@ class HybridBackend(AttentionBackend):
 
     def init_capture(self, max_bs: int) -> None:
         self._decode.init_capture(max_bs)
+        self._prefill.init_capture(max_bs)
 
     def capture_metadata(self, batch: ForwardBatch) -> None:
-        self._decode.capture_metadata(batch)
+        self._of(batch).capture_metadata(batch)
 
     def replay_metadata(self, batch: ForwardBatch) -> None:
-        self._decode.replay_metadata(batch)
+        self._of(batch).replay_metadata(batch)
 
     def _of(self, batch: ForwardBatch) -> AttentionBackend:
         return self._decode if batch.is_decode else self._prefill

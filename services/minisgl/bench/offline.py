@@ -266,6 +266,7 @@ def _run_once(
         "decode_tokens_per_second": decoded / decoding if decoded else None,
         "steps": len(steps),
         "step_seconds": summary(steps),
+        "host_seconds": summary([step.seconds - step.waited for step in times]),
     }
 
 
@@ -301,7 +302,8 @@ def _show(load: Workload, run: dict[str, Any]) -> None:
     if run["decode_tokens_per_second"] is not None:
         print(f"then {run['decode_tokens_per_second']:.1f} output tokens per second")
     print(f"{run['steps']} steps\n")
-    print(table({"all steps": run["step_seconds"]}, "milliseconds a step", 1e3))
+    rows = {"all steps": run["step_seconds"], "of them the host": run["host_seconds"]}
+    print(table(rows, "milliseconds a step", 1e3))
 
 
 def workloads(args: argparse.Namespace) -> dict[str, Workload]:

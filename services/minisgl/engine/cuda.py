@@ -1,13 +1,14 @@
 """Steps on a CUDA device: queued and not waited for.
 
 A step is one copy of all its arrays from pinned memory, then either the replay of a CUDA graph
-(decode) or the launches of the model one by one, then sampling. All of it is queued on the
-engine's own stream. Its tokens go into the token pool, where the next step finds them, and on a
-second stream to pinned memory, behind an event: `StepOutput.wait` waits for that event alone.
+(decode, and short prompts) or the launches of the model one by one, then sampling. All of it is
+queued on the engine's own stream. Its tokens go into the token pool, where the next step finds
+them, and on a second stream to pinned memory, behind an event: `StepOutput.wait` waits for that
+event alone.
 
 Stream order is what makes it right: the next step's copy of arrays, its table writes and its
 kernels come after this step's on the same stream. Only the copy of the tokens is on another one, so
-the next step waits for it (`_copied`) before anything that could write where it reads.
+the next step waits for it before anything that could write where it reads.
 """
 
 import dataclasses
@@ -23,9 +24,18 @@ from minisgl.attention.base import ForwardBatch
 from minisgl.engine import sampling_table as table_
 from minisgl.engine.graph_sizes import size_for
 from minisgl.engine.logprobs import Logprobs
+from minisgl.engine.results import Results
 from minisgl.engine.runner import Parts
 from minisgl.engine.staging import Array, Layout, Staging
-from minisgl.engine.step import StepInput, StepOutput, StepResult, TableWrites
+from minisgl.engine.step import StepInput, StepOutput, TableWrites
+from minisgl.engine.step_arrays import (
+    Fields,
+    fill_requests,
+    fill_tokens,
+    padded_lens,
+    request_fields,
+    token_fields,
+)
 from minisgl_kernels.build import KernelUnavailable
 from minisgl_kernels.decode_inputs import decode_inputs_function
 from minisgl_kernels.sample import sample_function
@@ -36,97 +46,25 @@ WRITES_AT_ONCE = 65_536
 """Table writes that a block has room for beside the arrays of the largest step; more go first, in
 pieces."""
 _WRITE_BYTES = 12
-RESULTS = 4
-"""Steps whose tokens may be unread: the scheduler has two."""
-
-Fields = list[tuple[str, type[np.generic], int]]
-
-
-def request_fields(count: int) -> Fields:
-    """What every step has, for so many requests."""
-    return [
-        ("seeds", np.int64, count), ("output_pos", np.int64, count),
-        ("output_index", np.int64, count), ("rows", np.int32, count), ("lens", np.int32, count),
-        ("temperature", np.float32, count), ("greedy", np.uint8, count),
-    ]  # fmt: skip
-
-
-def token_fields(count: int, tokens: int) -> Fields:
-    """What an eager step has beside them: a graph computes it from the tables."""
-    return [
-        ("input_index", np.int64, tokens), ("positions", np.int32, tokens),
-        ("out_loc", np.int32, tokens), ("last_indices", np.int32, count),
-        ("cu_seqlens_q", np.int32, count + 1),
-    ]  # fmt: skip
-
-
-def fill_requests(arrays: dict[str, Array], step: StepInput, table: table_.SamplingTable,
-                  dummy_row: int, width: int) -> None:  # fmt: skip
-    """Write the requests of a step; arrays that are longer get dummy requests of one token."""
-    n, rows = len(step.rows), step.rows
-    arrays["rows"][:n], arrays["rows"][n:] = rows, dummy_row
-    arrays["lens"][:n], arrays["lens"][n:] = step.device_lens, 1
-    arrays["output_index"][:n], arrays["output_index"][n:] = step.output_index, dummy_row * width
-    arrays["output_pos"][:n], arrays["output_pos"][n:] = step.output_pos, 0
-    arrays["seeds"][:n], arrays["seeds"][n:] = table.seed[rows], 0
-    arrays["temperature"][:n], arrays["temperature"][n:] = table.temperature[rows], 1
-    arrays["greedy"][:n] = table.needs[rows] & table_.SAMPLED == 0
-    arrays["greedy"][n:] = 1
-
-
-def fill_tokens(arrays: dict[str, Array], step: StepInput) -> None:
-    """Write the tokens of a step."""
-    ends = np.cumsum(step.device_lens - step.cached_lens)
-    arrays["input_index"][:] = step.input_index
-    arrays["positions"][:] = step.positions
-    arrays["out_loc"][:] = step.out_loc
-    arrays["last_indices"][:] = ends - 1
-    arrays["cu_seqlens_q"][0], arrays["cu_seqlens_q"][1:] = 0, ends
-
-
-class _Slot:
-    """A place in pinned memory for the tokens of one step."""
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        pinned = device.type == "cuda"
-        self.tensor = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
-        self.array = self.tensor.numpy()
-        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.output: CudaOutput | None = None
-        self.source: object = None
-        """What the copy reads: its memory must not be given to others meanwhile."""
-
-
-class CudaOutput:
-    """A queued step. Once read, it keeps its result and no place of the ring."""
-
-    def __init__(
-        self, slot: _Slot, count: int, logprobs: Logprobs | None, check: Callable[[], None]
-    ) -> None:
-        self._slot, self._count, self._logprobs, self._check = slot, count, logprobs, check
-        self._result: StepResult | None = None
-
-    def wait(self) -> StepResult:
-        if self._result is None:
-            self._slot.event.synchronize()
-            self._check()  # of a lost peer the collectives end, and what follows is garbage
-            tokens = self._slot.array[: self._count].astype(np.int64)
-            logprobs = None if self._logprobs is None else self._logprobs.to_host()
-            self._result = StepResult(tokens, logprobs)
-        return self._result
+PROMPT_REQUESTS = 8
+"""Requests of a graph for prompts; one of them at least is the dummy one, which takes what is left
+of the tokens."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Graph:
-    """A captured decode step of one batch size."""
+    """A captured step of one size."""
 
+    requests: int
+    tokens: int
+    """As many as requests, if it decodes."""
     graph: torch.cuda.CUDAGraph
     layout: Layout
     batch: ForwardBatch
     output_index: torch.Tensor
     logits: torch.Tensor
-    tokens: torch.Tensor | None
-    """None: sampling is no part of the graph."""
+    drawn: torch.Tensor | None
+    """The tokens. None: sampling is no part of the graph."""
 
 
 class CudaRunner:
@@ -146,18 +84,18 @@ class CudaRunner:
         """A step has at most `max_requests` requests and `max_tokens` new tokens. `check` raises
         if a peer is lost. Memory is taken on the current stream, which must be `stream`."""
         self.parts = parts
-        self._stream, self._copies = stream, torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._vocab_size, self._dtype, self._check = vocab_size, dtype, check
+        self._stream = stream
+        self._vocab_size, self._dtype = vocab_size, dtype
         self._device = parts.tables.pages.device
         fields = request_fields(max_requests) + token_fields(max_requests, max_tokens)
+        fields += request_fields(PROMPT_REQUESTS)
         room = Layout(fields).end + WRITES_AT_ONCE * _WRITE_BYTES + 256
         self._staging = Staging(room, self._device)
-        self._slots = [_Slot(max_requests, self._device) for _ in range(RESULTS)]
-        self._next_slot = 0
-        self._computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._copied: torch.cuda.Event | None = None
-        self._graphs: dict[int, _Graph] = {}
+        self.results = Results(max(max_requests, PROMPT_REQUESTS), stream, check)
+        self._decodes: dict[int, _Graph] = {}
+        self._prompts: dict[int, _Graph] = {}
         self._sizes: list[int] = []
+        self._prompt_sizes: list[int] = []
         self._pool: Any = None
         self._logits: torch.Tensor | None = None
         self._sample_kernel, self._inputs_kernel = sample_function(), decode_inputs_function()
@@ -181,60 +119,85 @@ class CudaRunner:
             _log.warning("decode inputs are gathered in torch: %s", error)
             self._inputs_kernel = None
 
+    @property
+    def waited(self) -> float:
+        """Seconds that the host has waited for the device."""
+        return self.results.waited
+
     @torch.inference_mode()
     def forward(self, step: StepInput) -> StepOutput:
         with torch.cuda.stream(self._stream):
             count, table = len(step.rows), self.parts.sampler.table
-            size = size_for(self._sizes, count) if step.is_decode else None
             union = int(np.bitwise_or.reduce(table.needs[step.rows], initial=0))
             plain = not union & ~table_.SAMPLED and self._sample_kernel is not None
-            if size is not None:
-                graph = self._graphs[size]
-                self._replay(graph, step, size)
-                logits, tokens = graph.logits[:count], graph.tokens
-                index = graph.output_index[:count]
+            graph = self._graph_for(step)
+            if graph is not None:
+                self._replay(graph, step)
+                if plain and graph.drawn is not None:
+                    return self.results.queue(graph.drawn, count, None)
+                logits, index = graph.logits[:count], graph.output_index[:count]
             else:
                 logits, tensors = self._launch(step)
-                tokens, index = None, tensors["output_index"]
                 if plain:
-                    tokens = self._draw(logits, tensors)
-            logprobs = None
-            if not plain or tokens is None:
-                tokens, logprobs = self._sample(logits, step, index)
-            return self._output(tokens, count, logprobs)
+                    return self.results.queue(self._draw(logits, tensors), count, None)
+                index = tensors["output_index"]
+            tokens, logprobs = self._sample(logits, step, index)
+            return self.results.queue(tokens, count, logprobs)
 
     # --- steps ---------------------------------------------------------------------------------
 
+    def _graph_for(self, step: StepInput) -> _Graph | None:
+        """The smallest graph that holds the step, if there is one."""
+        count = len(step.rows)
+        if step.is_decode:
+            size = size_for(self._sizes, count)
+            return None if size is None else self._decodes[size]
+        size = size_for(self._prompt_sizes, len(step.positions))
+        return None if size is None or count >= PROMPT_REQUESTS else self._prompts[size]
+
     def _launch(self, step: StepInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Queue an eager step: its logits, and its arrays on the device."""
-        count, parts, tables = len(step.rows), self.parts, self.parts.tables
+        count, parts = len(step.rows), self.parts
         layout = Layout(request_fields(count) + token_fields(count, len(step.positions)))
-        self._stage(step, layout, eager=True)
+        self._stage(step, layout, tokens=True)
         at = layout.tensors(self._staging.block)
-        batch = ForwardBatch(
-            input_ids=tables.flat_tokens.index_select(0, at["input_index"]),
-            positions=at["positions"],
-            out_loc=at["out_loc"],
-            rows=at["rows"],
-            page_table=tables.pages,
-            cached_lens=step.cached_lens,
-            device_lens=step.device_lens,
-            last_indices=at["last_indices"],
-            is_decode=step.is_decode,
-            device_lens_dev=at["lens"],
-            cu_seqlens_q=at["cu_seqlens_q"],
-        )
+        batch = self._batch(at, self._gathered(at), step.cached_lens, step.device_lens)
+        batch.is_decode = step.is_decode
         parts.attention.prepare_metadata(batch)
         return parts.model.forward(batch, parts.attention, parts.pool), at
 
-    def _replay(self, graph: _Graph, step: StepInput, size: int) -> None:
-        """Queue a decode step by its graph of `size` requests."""
-        self._stage(step, graph.layout, eager=False)
-        lens = np.ones(size, np.int32)
-        lens[: len(step.rows)] = step.device_lens
-        graph.batch.device_lens, graph.batch.cached_lens = lens, lens - 1
-        self.parts.attention.replay_metadata(graph.batch)
+    def _replay(self, graph: _Graph, step: StepInput) -> None:
+        """Queue a step by its graph."""
+        self._stage(step, graph.layout, tokens=not graph.batch.is_decode)
+        batch = graph.batch
+        if batch.is_decode:
+            lens = np.ones(graph.requests, np.int32)
+            lens[: len(step.rows)] = step.device_lens
+            batch.cached_lens, batch.device_lens = lens - 1, lens
+        else:
+            batch.cached_lens, batch.device_lens = padded_lens(step, graph.requests, graph.tokens)
+        self.parts.attention.replay_metadata(batch)
         graph.graph.replay()
+
+    def _gathered(self, at: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.parts.tables.flat_tokens.index_select(0, at["input_index"])
+
+    def _batch(
+        self, at: dict[str, torch.Tensor], ids: torch.Tensor, before: Any, after: Any
+    ) -> ForwardBatch:
+        return ForwardBatch(
+            input_ids=ids,
+            positions=at["positions"],
+            out_loc=at["out_loc"],
+            rows=at["rows"],
+            page_table=self.parts.tables.pages,
+            cached_lens=before,
+            device_lens=after,
+            last_indices=at["last_indices"],
+            is_decode=False,
+            device_lens_dev=at["lens"],
+            cu_seqlens_q=at["cu_seqlens_q"],
+        )
 
     def _draw(self, logits: torch.Tensor, at: dict[str, torch.Tensor]) -> torch.Tensor:
         """Greedy and temperature rows by one kernel, which also writes to the token pool."""
@@ -255,38 +218,20 @@ class CudaRunner:
         self.parts.tables.flat_tokens.index_copy_(0, index, tokens)
         return tokens, sampled.logprobs
 
-    def _output(self, tokens: torch.Tensor, count: int, logprobs: Logprobs | None) -> CudaOutput:
-        """Queue the copy of what was sampled to the host."""
-        slot = self._slots[self._next_slot]
-        self._next_slot = (self._next_slot + 1) % len(self._slots)
-        if slot.output is not None:
-            slot.output.wait()  # takes its tokens out, if nobody has read them
-        self._computed.record(self._stream)
-        self._copies.wait_event(self._computed)
-        with torch.cuda.stream(self._copies):
-            slot.tensor[:count].copy_(tokens[:count], non_blocking=True)
-            on_host = None if logprobs is None else logprobs.queue_to_host()
-            slot.event.record()
-        self._copied = slot.event
-        slot.source = (tokens, logprobs)
-        slot.output = CudaOutput(slot, count, on_host, self._check)
-        return slot.output
-
     # --- arrays --------------------------------------------------------------------------------
 
-    def _stage(self, step: StepInput, layout: Layout, *, eager: bool) -> None:
+    def _stage(self, step: StepInput, layout: Layout, *, tokens: bool) -> None:
         """Queue the copy of a step's arrays, and its table writes behind it."""
-        writes = _split_off(step.slot_writes), _split_off(step.token_writes)
+        writes = step.slot_writes or _NO_WRITES, step.token_writes or _NO_WRITES
         if layout.end + _WRITE_BYTES * sum(len(w.index) for w in writes) + 256 > self._staging.size:
             self._write_in_pieces(writes)
             writes = _NO_WRITES, _NO_WRITES
-        tail = _write_layout(writes, layout.end)
         number, block = self._staging.begin()
         arrays, tables = layout.arrays(block), self.parts.tables
-        fill_requests(arrays, step, self.parts.sampler.table, tables.dummy_row, tables.width)
-        if eager:
-            fill_tokens(arrays, step)
-        self._send(number, block, tail, writes)
+        fill_requests(arrays, step, self.parts.sampler.table, tables)
+        if tokens:
+            fill_tokens(arrays, step, tables)
+        self._send(number, block, layout.end, writes)
 
     def _write_in_pieces(self, writes: tuple[TableWrites, TableWrites]) -> None:
         """Queue writes that no block has room for: each place occurs once, so any order will do."""
@@ -296,80 +241,112 @@ class CudaRunner:
             part = slice(start, start + size)
             slots, tokens = (TableWrites(w.index[part], w.values[part]) for w in writes)
             number, block = self._staging.begin()
-            self._send(number, block, _write_layout((slots, tokens), 0), (slots, tokens))
+            self._send(number, block, 0, (slots, tokens))
 
     def _send(
-        self, number: int, block: Array, tail: Layout, writes: tuple[TableWrites, TableWrites]
+        self, number: int, block: Array, end: int, writes: tuple[TableWrites, TableWrites]
     ) -> None:
-        slots, tokens = writes
-        any_writes = len(slots.index) or len(tokens.index)
-        if any_writes:
-            at = tail.arrays(block)
-            at["slot_index"][:], at["slots"][:] = slots.index, slots.values
-            at["token_index"][:], at["tokens"][:] = tokens.index, tokens.values
-        self._staging.send(number, tail.end)
-        if self._copied is not None:
-            self._stream.wait_event(self._copied)
-        if any_writes:
-            on = tail.tensors(self._staging.block)
-            tables = self.parts.tables
-            if len(slots.index):
-                tables.flat_pages.index_copy_(0, on["slot_index"], on["slots"])
-            if len(tokens.index):
-                tables.flat_tokens.index_copy_(0, on["token_index"], on["tokens"])
+        """Queue the copy of a block of `end` bytes with writes behind them, and the writes."""
+        tables = self.parts.tables
+        both = list(zip((tables.flat_pages, tables.flat_tokens), writes, strict=True))
+        layouts = []
+        for _, change in both:
+            layout = Layout(_write_fields(len(change.index)), end)
+            if len(change.index):
+                at = layout.arrays(block)
+                at["index"][:], at["values"][:] = change.index, change.values
+                end = layout.end
+            layouts.append(layout)
+        self._staging.send(number, end)
+        if self.results.copied is not None:
+            self._stream.wait_event(self.results.copied)
+        for (table, change), layout in zip(both, layouts, strict=True):
+            if len(change.index):
+                on = layout.tensors(self._staging.block)
+                table.index_copy_(0, on["index"], on["values"])
 
     # --- graphs --------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def capture(self, sizes: Sequence[int]) -> None:
-        """Capture decode steps of these batch sizes, rising; earlier ones are let go."""
+    def capture(self, sizes: Sequence[int], prompt_sizes: Sequence[int] = ()) -> None:
+        """Capture decode steps of these batch sizes, rising, and steps of so many prompt tokens,
+        rising; earlier graphs are let go."""
         self.drop_graphs()
         if not sizes:
             return
         began = time.monotonic()
         with torch.cuda.stream(self._stream):
-            shape = (sizes[-1], self._vocab_size)
-            self._logits = torch.empty(shape, dtype=self._dtype, device=self._device)
-            self.parts.attention.init_capture(sizes[-1])
+            rows = max(sizes[-1], PROMPT_REQUESTS)
+            self._logits = torch.empty(
+                (rows, self._vocab_size), dtype=self._dtype, device=self._device
+            )
+            self.parts.attention.init_capture(rows)
             self._pool = torch.cuda.graph_pool_handle()
             # Each row starts at a multiple of 16 bytes.
             width = -(-sizes[-1] // 4) * 4
             inputs = torch.zeros((3, width), dtype=torch.int32, device=self._device)
             for size in reversed(sizes):
-                self._graphs[size] = self._capture(size, inputs)
+                self._decodes[size] = self._capture_decode(size, inputs)
+            for size in reversed(prompt_sizes):
+                self._prompts[size] = self._capture_prompts(size)
             self._stream.synchronize()
-        self._check()
-        self._sizes = list(sizes)
+        self.results.check()
+        self._sizes, self._prompt_sizes = list(sizes), list(prompt_sizes)
         _log.debug("graphs=%d seconds=%.2f", len(sizes), time.monotonic() - began)
 
     def drop_graphs(self) -> None:
         """Let go of all graphs and their memory."""
         self._stream.synchronize()
-        self._graphs.clear()
-        self._sizes, self._pool, self._logits = [], None, None
+        self._decodes.clear()
+        self._prompts.clear()
+        self._sizes, self._prompt_sizes, self._pool, self._logits = [], [], None, None
 
-    def _capture(self, size: int, inputs: torch.Tensor) -> _Graph:
-        parts, tables = self.parts, self.parts.tables
+    def _capture_decode(self, size: int, inputs: torch.Tensor) -> _Graph:
         layout = Layout(request_fields(size))
         at = layout.tensors(self._staging.block)
         ids, positions, out_loc = inputs[:, :size].unbind(0)
-        assert self._logits is not None
-        logits = self._logits[:size]
+        ones = np.ones(size, np.int32)
         batch = ForwardBatch(
             input_ids=ids, positions=positions, out_loc=out_loc, rows=at["rows"],
-            page_table=tables.pages, cached_lens=np.zeros(size, np.int32),
-            device_lens=np.ones(size, np.int32), last_indices=at["rows"], is_decode=True,
-            device_lens_dev=at["lens"],
+            page_table=self.parts.tables.pages, cached_lens=ones - 1, device_lens=ones,
+            last_indices=at["rows"], is_decode=True, device_lens_dev=at["lens"],
+        )  # fmt: skip
+        step = self.parts.tables.dummy_step(ones - 1, ones)
+        return self._capture(
+            layout, at, batch, step,
+            lambda: self._decode_inputs(at["rows"], at["lens"], ids, positions, out_loc),
         )  # fmt: skip
 
+    def _capture_prompts(self, tokens: int) -> _Graph:
+        count = PROMPT_REQUESTS
+        layout = Layout(request_fields(count) + token_fields(count, tokens))
+        at = layout.tensors(self._staging.block)
+        step = self.parts.tables.dummy_step([0], [tokens])
+        before, after = padded_lens(step, count, tokens)
+        ids = torch.zeros(tokens, dtype=torch.int32, device=self._device)
+        batch = self._batch(at, ids, before, after)
+        flat = self.parts.tables.flat_tokens
+        return self._capture(
+            layout, at, batch, step,
+            lambda: torch.index_select(flat, 0, at["input_index"], out=ids),
+        )  # fmt: skip
+
+    def _capture(
+        self, layout: Layout, at: dict[str, torch.Tensor], batch: ForwardBatch, step: StepInput,
+        fill: Callable[[], object],
+    ) -> _Graph:  # fmt: skip
+        """A graph of `fill`, the model and the draw, on buffers that hold `step` meanwhile."""
+        parts, count = self.parts, len(batch.device_lens)
+        assert self._logits is not None
+        logits = self._logits[:count]
+
         def compute() -> torch.Tensor | None:
-            self._decode_inputs(at["rows"], at["lens"], ids, positions, out_loc)
+            fill()
             parts.attention.capture_metadata(batch)
             parts.model.forward(batch, parts.attention, parts.pool, out=logits)
             return self._draw(logits, at) if self._sample_kernel is not None else None
 
-        step = tables.dummy_step(np.zeros(size), np.ones(size))
-        self._stage(step, layout, eager=False)
+        self._stage(step, layout, tokens=not batch.is_decode)
         parts.attention.replay_metadata(batch)
         compute()  # libraries choose their kernels, and ours are compiled
         parts.attention.replay_metadata(batch)
@@ -378,10 +355,12 @@ class CudaRunner:
         # Other threads (of NCCL, of the bus) may use the device meanwhile.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            tokens = compute()
+            drawn = compute()
         finally:
             graph.capture_end()
-        return _Graph(graph, layout, batch, at["output_index"], logits, tokens)
+        return _Graph(
+            count, len(batch.input_ids), graph, layout, batch, at["output_index"], logits, drawn
+        )
 
     def _decode_inputs(
         self, rows: torch.Tensor, lens: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor,
@@ -401,14 +380,5 @@ class CudaRunner:
 _NO_WRITES = TableWrites(np.zeros(0, np.int64), np.zeros(0, np.int32))
 
 
-def _split_off(writes: TableWrites | None) -> TableWrites:
-    return _NO_WRITES if writes is None else writes
-
-
-def _write_layout(writes: tuple[TableWrites, TableWrites], start: int) -> Layout:
-    slots, tokens = (len(w.index) for w in writes)
-    fields: Fields = [
-        ("slot_index", np.int64, slots), ("token_index", np.int64, tokens),
-        ("slots", np.int32, slots), ("tokens", np.int32, tokens),
-    ]  # fmt: skip
-    return Layout(fields, start)
+def _write_fields(count: int) -> Fields:
+    return [("index", np.int64, count), ("values", np.int32, count)]

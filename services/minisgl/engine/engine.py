@@ -186,10 +186,11 @@ class Engine(StepEngine):
         tables = self._make_tables(pool)
         parts = Parts(network, attention, tables, sampler, pool)
         assert self._stream is not None
-        runner = self._runner = CudaRunner(
+        runner = CudaRunner(
             parts, self._stream, vocab_size=self.vocab_size, dtype=self._dtype,
             max_requests=requests, max_tokens=tokens, check=comm.check,
         )  # fmt: skip
+        self._runner = runner
         most = CUDA_GRAPH_MAX_BS if config.cuda_graph_max_bs is None else config.cuda_graph_max_bs
         sizes = graph_sizes(min(most, requests))
         for able, what in (

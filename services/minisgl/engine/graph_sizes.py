@@ -12,6 +12,11 @@ def graph_sizes(limit: int) -> list[int]:
     return sizes
 
 
+def prompt_sizes(limit: int) -> list[int]:
+    """Tokens of steps with prompts that are captured: 32, 64, ... 512, and `limit` at most."""
+    return [n for n in (32, 64, 128, 256, 512) if n <= limit]
+
+
 def size_for(sizes: Sequence[int], requests: int) -> int | None:
     """The smallest of the rising `sizes` that holds so many requests; None if none does."""
     at = bisect.bisect_left(sizes, requests)

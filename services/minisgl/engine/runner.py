@@ -32,11 +32,18 @@ class Runner(Protocol):
 
     parts: Parts
 
+    @property
+    def waited(self) -> float:
+        """Seconds that the host has waited for the device."""
+        ...
+
     def forward(self, step: StepInput) -> StepOutput: ...
 
 
 class HostRunner:
     """Runs the model, on a CPU; the tokens are there when `forward` returns."""
+
+    waited = 0.0
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts

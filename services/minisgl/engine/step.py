@@ -87,6 +87,8 @@ class StepEngine(ABC):
     eos_token_ids: tuple[int, ...]
     prefill_rate: float = float("inf")
     """About how many tokens of prompts it computes in a second."""
+    waited: float = 0.0
+    """Seconds that `StepOutput.wait` has blocked in all."""
     report: Mapping[str, Any] = MappingProxyType({})
     """What its start took: seconds, bytes."""
 

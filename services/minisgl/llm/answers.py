@@ -35,6 +35,8 @@ class StepTimes:
     """Output tokens that were read."""
     first_tokens: int
     """How many of them are the first of their request."""
+    waited: float = 0.0
+    """Seconds of these in which the host waited for the device."""
 
 
 @dataclass(slots=True)

@@ -165,7 +165,7 @@ class LLM:
         self._closers.callback(comm.close)
         comm = self._while_ranks_live(lambda: device_group(self.config, comm))
         self._closers.callback(comm.close)
-        engine = make_engine(self.config, comm, progress=False)
+        engine = self._engine = make_engine(self.config, comm, progress=False)
         self._closers.callback(engine.close)
         self.start_report = {**engine.report, "transport": comm.transport}
         """What the start of this rank's engine took, seconds and bytes, and how ranks talk."""
@@ -240,14 +240,15 @@ class LLM:
                 for raw in self._feed.exchange([encode(batch)] if batch else []) or ():
                     for message in decode(raw):
                         apply(message, self._scheduler, GROUP, 0)
-                began = time.perf_counter()
+                began, waited = time.perf_counter(), self._engine.waited
                 worked = self._scheduler.step()
                 batch = [_abort(pending) for pending in self._collector.cut]
                 self._collector.cut.clear()
                 self._within_step = False
                 if worked and self.on_step is not None:
                     seconds = time.perf_counter() - began
-                    self.on_step(StepTimes(seconds, *self._collector.take_counts()))
+                    waited = self._engine.waited - waited
+                    self.on_step(StepTimes(seconds, *self._collector.take_counts(), waited))
                 signals.deliver()
 
     def _encode(self, prompts: str | Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:

@@ -18,12 +18,19 @@ from minisgl import LLM, SamplingParams
 from minisgl.attention.base import AttentionBackend, ForwardBatch
 from minisgl.attention.torch_backend import TorchBackend
 from minisgl.engine import engine as engine_
-from minisgl.engine.cuda import CudaRunner, fill_requests, fill_tokens, request_fields, token_fields
-from minisgl.engine.graph_sizes import graph_sizes, size_for
+from minisgl.engine.cuda import CudaRunner
+from minisgl.engine.graph_sizes import graph_sizes, prompt_sizes, size_for
 from minisgl.engine.runner import Parts
 from minisgl.engine.sampler import Sampler
 from minisgl.engine.sampling_table import SamplingTable
 from minisgl.engine.staging import Layout, Staging
+from minisgl.engine.step_arrays import (
+    fill_requests,
+    fill_tokens,
+    padded_lens,
+    request_fields,
+    token_fields,
+)
 from minisgl.engine.tables import Tables
 from tests.tiny import build_tiny
 
@@ -82,6 +89,7 @@ def cuda_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CudaRunner]]:
     for name, stand_in in {
         "Stream": Stream, "Event": Event, "CUDAGraph": Graph,
         "stream": lambda stream: contextlib.nullcontext(), "graph_pool_handle": object,
+        "set_stream": lambda stream: None,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, stand_in)
     made: list[CudaRunner] = []
@@ -100,7 +108,7 @@ def cuda_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CudaRunner]]:
             check=lambda: None,
         )  # fmt: skip
         most = 256 if config.cuda_graph_max_bs is None else config.cuda_graph_max_bs
-        self._runner.capture(graph_sizes(min(most, requests)))
+        self._runner.capture(graph_sizes(min(most, requests)), prompt_sizes(self.max_seq_len))
         made.append(self._runner)
 
     monkeypatch.setattr(engine_.Engine, "_start_cpu", start)
@@ -256,7 +264,7 @@ def test_a_batch_is_filled_up_with_greedy_dummy_requests_of_one_token() -> None:
     step.rows, step.output_index = np.array([1, 3]), np.array([14, 37])
     layout = Layout(request_fields(4))
     arrays = layout.arrays(np.full(layout.end, 255, np.uint8))
-    fill_requests(arrays, step, table, tables.dummy_row, tables.width)
+    fill_requests(arrays, step, table, tables)
     assert arrays["rows"].tolist() == [1, 3, 4, 4]
     assert arrays["lens"].tolist() == [4, 7, 1, 1]
     assert arrays["output_index"].tolist() == [14, 37, 40, 40]
@@ -280,6 +288,24 @@ def test_the_tokens_of_a_step_stand_behind_each_other() -> None:
     step = tables.dummy_step([0, 2], [3, 3])
     layout = Layout(token_fields(2, 4))
     arrays = layout.arrays(np.zeros(layout.end, np.uint8))
-    fill_tokens(arrays, step)
+    fill_tokens(arrays, step, tables)
     assert arrays["cu_seqlens_q"].tolist() == [0, 3, 4]
     assert arrays["last_indices"].tolist() == [2, 3]
+
+
+def test_the_first_dummy_request_takes_the_tokens_that_a_graph_has_left() -> None:
+    tables = Tables.make(3, 16, CPU).with_dummy_slot(32)
+    step = tables.dummy_step([0, 2], [3, 3])
+    step.out_loc[:] = 7
+    for left in (0, 5):
+        layout = Layout(request_fields(5) + token_fields(5, 4 + left))
+        arrays = layout.arrays(np.full(layout.end, 99, np.uint8))
+        fill_requests(arrays, step, SamplingTable(3), tables)
+        fill_tokens(arrays, step, tables)
+        before, after = padded_lens(step, 5, 4 + left)
+        assert arrays["lens"].tolist() == after.tolist() == [3, 3, left or 1, 1, 1]
+        assert before.tolist() == [0, 2, 0 if left else 1, 1, 1]
+        assert arrays["cu_seqlens_q"].tolist() == [0, 3, 4, *[4 + left] * 3]
+        assert arrays["positions"].tolist() == [0, 1, 2, 2, *range(left)]
+        assert arrays["out_loc"].tolist() == [7] * 4 + [32] * left
+        assert np.diff(arrays["cu_seqlens_q"]).tolist() == (after - before).tolist()
