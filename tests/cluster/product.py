@@ -6,8 +6,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from tests.cluster.cluster import Cluster
 from tests.cluster.images import ROOT
 from tests.cluster.kubectl import Kubectl, KubectlError
 from tests.cluster.load import Endpoint
-from tests.cluster.node import Node
+from tests.cluster.msgl import GROUP, Manifest, Msgl
 
 CHART = ROOT / "helm" / "minisglang"
 SYSTEM = "minisglang-system"
@@ -23,12 +22,10 @@ NAMESPACE = "llm"
 RELEASE = "minisglang"
 OPERATOR = f"app.kubernetes.io/name=minisglang-operator,app.kubernetes.io/instance={RELEASE}"
 """Selects the operator's pods."""
-GROUP = "minisglang.io"
 COMPONENT = "app.kubernetes.io/component"
 READY_SECONDS = 180.0
 STEADY_SECONDS = 3.0
 TINY = "pvc://models/tiny"
-Manifest = dict[str, Any]
 
 
 def on_node(name: str) -> Manifest:
@@ -114,52 +111,16 @@ class Operator:
         return found
 
 
-@dataclass
-class Served:
-    """One object, and what belongs to it."""
+class Served(Msgl):
+    """One object, and what belongs to it.
 
-    kubectl: Kubectl
-    nodes: list[Node]
-    name: str
-    ingress: str
+    Args:
+        ingress: the URL of the ingress that leads to it.
+    """
 
-    def apply(self, spec: Mapping[str, Any]) -> None:
-        """Create it, or replace what this test applied before."""
-        metadata = {"name": self.name, "namespace": NAMESPACE}
-        self.kubectl.apply(
-            {
-                "apiVersion": f"{GROUP}/v1alpha1", "kind": "MiniSGLang",
-                "metadata": metadata, "spec": spec,
-            }
-        )  # fmt: skip
-
-    def patch(self, spec: Mapping[str, Any]) -> None:
-        """Merge into the spec."""
-        text = json.dumps({"spec": spec})
-        self.ask("patch", "msgl", self.name, "--type=merge", f"--patch={text}")
-
-    def ask(self, *args: str, seconds: float = 60) -> str:
-        """`kubectl ARGS` in the object's namespace."""
-        return self.kubectl(*args, f"--namespace={NAMESPACE}", seconds=seconds)
-
-    def get(self, *args: str) -> Any:
-        """`kubectl get ARGS` in the object's namespace, read."""
-        return self.kubectl.get(*args, f"--namespace={NAMESPACE}")
-
-    @property
-    def object(self) -> Manifest:
-        found: Manifest = self.get("msgl", self.name)
-        return found
-
-    @property
-    def status(self) -> Manifest:
-        found: Manifest = self.object.get("status", {})
-        return found
-
-    def condition(self, kind: str) -> Manifest:
-        """A condition, or an empty one."""
-        held = (c for c in self.status.get("conditions", ()) if c["type"] == kind)
-        return next(held, {"status": "", "reason": "", "message": ""})
+    def __init__(self, kubectl: Kubectl, name: str, ingress: str) -> None:
+        super().__init__(kubectl, NAMESPACE, name)
+        self.ingress = ingress
 
     def watching(self) -> Seen:
         """A context that notes what the conditions say meanwhile."""
@@ -167,7 +128,7 @@ class Served:
 
     def is_settled(self) -> bool:
         """Ready, nothing changes, nothing is wrong, and all that is told of this generation."""
-        found = self.object
+        found = self.get()
         status = found.get("status", {})
         held = {c["type"]: c["status"] for c in status.get("conditions", ())}
         wanted = {"Ready": "True", "Progressing": "False", "Degraded": "False"}
@@ -266,8 +227,11 @@ class Served:
                 continue
 
     def delete(self) -> None:
-        """Until nothing of it is left; force for what a lost node holds."""
+        """Its pods end while the next test begins."""
         self.ask("delete", "msgl", self.name, "--ignore-not-found", "--wait=false")
+
+    def wait_gone(self) -> None:
+        """Until nothing of it is left."""
         self.kubectl.wait_for(
             f"nothing of {self.name} is left",
             lambda: not self._left(),
@@ -296,8 +260,8 @@ class Product:
 
     def serve(self, name: str, **spec: Any) -> Served:
         """Apply an object of that name, on the CPU, with the tiny model unless said otherwise."""
-        served = Served(self.kubectl, self.cluster.nodes, name, self.cluster.ingress_of(1))
-        served.apply(on_cpu(name, **spec))
+        served = Served(self.kubectl, name, self.cluster.ingress_of(1))
+        served.apply(**on_cpu(name, **spec))
         return served
 
 

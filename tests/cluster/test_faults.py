@@ -256,7 +256,7 @@ def test_what_is_deleted_without_an_operator_finishes_its_streams(product: Produ
     try:
         with Load(endpoint, clients=2, tokens=1500) as load:
             counts = [len(one.answers) for one in load.progress]
-            served.ask("delete", "msgl", "brief", "--wait=false")
+            served.delete()
             served.wait(
                 "each stream that was open has ended",
                 lambda: all(
@@ -265,6 +265,6 @@ def test_what_is_deleted_without_an_operator_finishes_its_streams(product: Produ
             )
             firsts = [one.answers[n] for one, n in zip(load.progress, counts, strict=True)]
             assert [(a.finish, a.error) for a in firsts] == [("length", "")] * 2
-        served.delete()
+        served.wait_gone()
     finally:
         product.operator.scale(1)

@@ -128,7 +128,7 @@ def test_scaling_by_kubectl_breaks_no_stream(roll: Served) -> None:
         load.go_round()
         assert not load.wrong()
         assert {answer.status for answer in load.refused()} <= {503}
-    assert roll.object["spec"]["replicas"] == 1
+    assert roll.get()["spec"]["replicas"] == 1
     assert roll.status["selector"]
 
 

@@ -44,7 +44,7 @@ class Pair:
         self.route.wait_children("StatefulSet/route-g0-1", "StatefulSet/route-g1-1")
         for one in (self.route, self.edge):
             # A status is written at most once a second: the first one knows of no group yet.
-            one.wait(lambda one=one: len(one.status().get("groups", [])) == 2)  # type: ignore[misc]
+            one.wait(lambda one=one: len(one.status.get("groups", [])) == 2)  # type: ignore[misc]
             one.wait_observed()
 
     def of(self, kind: str) -> dict[str, str]:

@@ -49,8 +49,13 @@ def writes_of_operator(api: ApiServer, namespaces: Collection[str] = ()) -> list
     return [r for r in found if not namespaces or r.namespace in namespaces]
 
 
-def settle(api: ApiServer, seconds: float, namespaces: Collection[str] = ()) -> None:
-    """Return when the operator has written nothing (there) for longer than a resync."""
+def settle(
+    api: ApiServer,
+    seconds: float,
+    namespaces: Collection[str] = (),
+    quiet_seconds: float = QUIET_SECONDS,
+) -> None:
+    """Return when the operator has written nothing (there) for so long: more than a resync."""
     seen, since = -1, time.monotonic()
 
     def quiet() -> bool:
@@ -59,7 +64,7 @@ def settle(api: ApiServer, seconds: float, namespaces: Collection[str] = ()) -> 
         if count != seen:
             seen, since = count, time.monotonic()
         time.sleep(0.5)  # the audit log may be long
-        return time.monotonic() - since > QUIET_SECONDS
+        return time.monotonic() - since > quiet_seconds
 
     wait_until(quiet, seconds, lambda: str(writes_of_operator(api, namespaces)[-5:]))
 

@@ -90,8 +90,7 @@ class Stage:
 
         def told() -> bool:
             found = self.qwen.condition("Degraded")
-            said = found.get("message", "")
-            return found.get("reason") == reason and all(word in said for word in words)
+            return found["reason"] == reason and all(word in found["message"] for word in words)
 
         self.qwen.wait(told, SETTLES)
         return self.qwen.condition("Degraded")["message"]
@@ -309,7 +308,7 @@ def test_h40_a_claim_that_one_node_only_can_mount_is_named_with_the_reason(
 def test_h52_ready_is_never_told_of_a_generation_whose_ranks_crash(stage: Stage) -> None:
     stage.nodes.broken_images.add(BAD)
     stage.ready()
-    stage.qwen.wait(lambda: stage.qwen.condition("Ready").get("status") == "True")
+    stage.qwen.wait(lambda: stage.qwen.condition("Ready")["status"] == "True")
     stage.apply(image=BAD)
     told = []
 
