@@ -55,7 +55,11 @@ class Proxy:
                 self._sockets.append(client)
                 if self._frozen.is_set():
                     continue
-                server = socket.create_connection(self._target)
+                try:
+                    server = socket.create_connection(self._target)
+                except OSError:  # the server is not there now
+                    client.close()
+                    continue
                 self._sockets.append(server)
                 passing = threading.Event()
                 passing.set()
