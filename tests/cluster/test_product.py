@@ -10,6 +10,7 @@ import pytest
 from tests.cluster.cluster import HOST_NAME
 from tests.cluster.load import Load
 from tests.cluster.product import NAMESPACE, Product, Served
+from tests.support import lines, metrics, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 MODEL = "SmolLM2-135M-Instruct"
@@ -35,33 +36,34 @@ def smol(product: Product) -> Iterator[Served]:
     served.delete()
 
 
-def ask(url: str, tokens: int) -> dict[str, object]:
-    return {
-        "model": MODEL, "stream": True, "max_tokens": tokens, "temperature": 0,
-        "messages": [{"role": "user", "content": "Name three rivers."}],
-    }  # fmt: skip
+def pieces(answer: httpx.Response) -> Iterator[str]:
+    """The texts of a streamed answer as they come."""
+    for line in lines(answer):
+        if line.startswith(b"data: {"):
+            (choice,) = json.loads(line.removeprefix(b"data: "))["choices"]
+            yield choice["delta"].get("content") or ""
 
 
 def test_tokens_of_a_real_model_come_through_the_ingress_one_by_one(
     product: Product, smol: Served
 ) -> None:
     url = product.cluster.ingress
-    pieces, running = [], 0.0
-    with httpx.stream(
-        "POST", f"{url}/v1/chat/completions", json=ask(url, 40), timeout=60
-    ) as answer:
+    before = metrics(url).get("minisgl_requests_total", 0)
+    body = {
+        "model": MODEL, "stream": True, "max_tokens": 1000, "ignore_eos": True, "temperature": 0,
+        "messages": [{"role": "user", "content": "Name three rivers."}],
+    }  # fmt: skip
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as answer:
         assert answer.status_code == 200
-        for line in answer.iter_lines():
-            if not line.startswith("data: {"):
-                continue
-            (choice,) = json.loads(line.removeprefix("data: "))["choices"]
-            pieces.append(choice["delta"].get("content") or "")
-            if len(pieces) == 3:
-                # The answer is not yet whole when its first tokens are here.
-                running = httpx.get(f"{url}/health").status_code
-    assert running == 200
-    assert len([piece for piece in pieces if piece]) > 10
-    assert "River" in "".join(pieces)
+        coming = pieces(answer)
+        first = [next(coming) for _ in range(3)]
+        # Its first tokens are here while the others are still computed.
+        wait_until(lambda: metrics(url)["minisgl_requests_running"] == 1, 5, lambda: "nothing runs")
+        # The figure of running ones may be a second old; that of the ended ones never is.
+        assert metrics(url).get("minisgl_requests_total", 0) == before
+        first += [next(coming) for _ in range(40)]
+    text = "".join(first)
+    assert "River" in text and len([piece for piece in first if piece]) > 30
 
 
 def test_the_object_tells_the_truth_from_its_first_moment(product: Product, smol: Served) -> None:
@@ -74,7 +76,7 @@ def test_the_object_tells_the_truth_from_its_first_moment(product: Product, smol
         while not told_ready:
             assert time.monotonic() < limit, served.status
             answers = endpoint.status("/v1/models") == 200
-            found = served.object
+            found = served.get()
             ready = [
                 c for c in found.get("status", {}).get("conditions", ()) if c["type"] == "Ready"
             ]
@@ -107,6 +109,7 @@ def test_all_but_ranks_on_the_hosts_network_run_in_a_restricted_namespace(
             served.delete()
 
 
+@pytest.mark.long
 def test_two_groups_of_two_ranks_on_the_hosts_network_share_a_node(product: Product) -> None:
     """H01: each group finds free ports of one range; H61: the operator speaks from its pod."""
     shape = {"tensor": 2}
