@@ -13,8 +13,7 @@
 // token applied at the end. MODE 0 stores (with bias, if any), 1 adds to out in place (a residual),
 // 2 stores silu(gate) * up, where W holds N / 2 rows of gate and then those of up.
 #include "common.cuh"
-
-#pragma nv_diag_suppress 177  // of two element types one is not used
+#include "tensor_core.cuh"
 
 using namespace minisgl;
 
@@ -26,60 +25,32 @@ using T = ELEMENT;
 constexpr int kMaxWarps = 8;
 
 template <class E>
-struct Pair;
+struct Two_ { using type = __half2; };
 template <>
-struct Pair<__nv_bfloat16> {
-  __device__ static float2 unpack(uint32_t x) {
-    return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&x));
-  }
-  __device__ static uint32_t pack(float a, float b) {
-    const __nv_bfloat162 both = __floats2bfloat162_rn(a, b);
-    return *reinterpret_cast<const uint32_t*>(&both);
-  }
-  __device__ static void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-        "{%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  }
-};
-template <>
-struct Pair<__half> {
-  __device__ static float2 unpack(uint32_t x) {
-    return __half22float2(*reinterpret_cast<const __half2*>(&x));
-  }
-  __device__ static uint32_t pack(float a, float b) {
-    const __half2 both = __floats2half2_rn(a, b);
-    return *reinterpret_cast<const uint32_t*>(&both);
-  }
-  __device__ static void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-        "{%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  }
-};
+struct Two_<__nv_bfloat16> { using type = __nv_bfloat162; };
+using Two = Two_<T>::type;
+
+// Two products at once, each rounded once.
+__device__ inline uint32_t times(uint32_t a, uint32_t b) {
+  const Two both = __hmul2(*reinterpret_cast<const Two*>(&a), *reinterpret_cast<const Two*>(&b));
+  return *reinterpret_cast<const uint32_t*>(&both);
+}
 
 __device__ inline uint4 load_once(const T* from) {  // weights: read once, kept in no cache near
+#ifdef __CUDA_ARCH__
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(from));
   return v;
+#else
+  return *reinterpret_cast<const uint4*>(from);
+#endif
 }
 
-// x * weight for 8 elements, rounded; their squares are added to `squares`.
-__device__ inline void scale(uint4& x, const uint4& weight, float& squares) {
-  uint32_t* a = reinterpret_cast<uint32_t*>(&x);
-  const uint32_t* b = reinterpret_cast<const uint32_t*>(&weight);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 v = Pair<T>::unpack(a[i]), w = Pair<T>::unpack(b[i]);
-    squares = fmaf(v.x, v.x, fmaf(v.y, v.y, squares));
-    a[i] = Pair<T>::pack(v.x * w.x, v.y * w.y);
-  }
+__device__ inline uint4 scaled(const uint4& x, const uint4& weight) {
+  return make_uint4(times(x.x, weight.x), times(x.y, weight.y),
+                    times(x.z, weight.z), times(x.w, weight.w));
 }
 
 // TT: groups of 8 tokens. R: groups of 8 rows of W; with MODE 2 one of gate and one of up.
@@ -122,7 +93,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32)
   launch_next();
 
   float sum[kTiles][R][4] = {};
-  float squares[TT] = {};
+  float squares[TT][4] = {};  // products of tokens with each other: the diagonal is wanted
   for (int first = warp; first < columns; first += kUnroll * warps) {
     uint4 weights[R][kUnroll];
 #pragma unroll
@@ -147,7 +118,13 @@ __global__ void __launch_bounds__(kMaxWarps * 32)
       if (NORM) {
         const uint4 scales = *reinterpret_cast<const uint4*>(norm_weight + at);
 #pragma unroll
-        for (int t = 0; t < TT; ++t) scale(mine[t], scales, squares[t]);
+        for (int t = 0; t < TT; ++t) {
+          // What a thread holds of 8 tokens is the same whether they are rows or columns.
+          const uint32_t a0[4] = {mine[t].x, 0, mine[t].y, 0}, a1[4] = {mine[t].z, 0, mine[t].w, 0};
+          product<T>(squares[t], a0, mine[t].x, mine[t].y);
+          product<T>(squares[t], a1, mine[t].z, mine[t].w);
+          mine[t] = scaled(mine[t], scales);
+        }
       }
 #pragma unroll
       for (int m = 0; m < kTiles; ++m) {
@@ -156,8 +133,8 @@ __global__ void __launch_bounds__(kMaxWarps * 32)
         const uint32_t a1[4] = {low.z, high.z, low.w, high.w};
 #pragma unroll
         for (int r = 0; r < R; ++r) {
-          Pair<T>::mma(sum[m][r], a0, weights[r][u].x, weights[r][u].y);
-          Pair<T>::mma(sum[m][r], a1, weights[r][u].z, weights[r][u].w);
+          product<T>(sum[m][r], a0, weights[r][u].x, weights[r][u].y);
+          product<T>(sum[m][r], a1, weights[r][u].z, weights[r][u].w);
         }
       }
     }
@@ -173,9 +150,9 @@ __global__ void __launch_bounds__(kMaxWarps * 32)
   }
   if (NORM) {
 #pragma unroll
-    for (int t = 0; t < TT; ++t) {
-      const float all = group_sum<4>(squares[t]);
-      if (quad == 0) squares_of[warp][t * 8 + group] = all;
+    for (int t = 0; t < TT; ++t) {  // row `group` and columns 2 quad, 2 quad + 1
+      if (group == 2 * quad) squares_of[warp][t * 8 + group] = squares[t][0];
+      if (group == 2 * quad + 1) squares_of[warp][t * 8 + group] = squares[t][1];
     }
   }
   __syncthreads();
