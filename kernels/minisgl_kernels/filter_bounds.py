@@ -10,10 +10,11 @@ from collections.abc import Callable
 import torch
 
 from minisgl_kernels.cuda_build import Family
-from minisgl_kernels.sample import THREADS, cluster_macros
+from minisgl_kernels.sample import cluster_macros
 
 FilterBounds = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
+THREADS = 512
 _STATIC_BYTES = 24 * 1024
 _KEY_BYTES = 4
 """Of a token in shared memory, whatever the type of its logit."""

@@ -14,7 +14,8 @@ Sample = Callable[..., torch.Tensor]
 
 MAX_SHARED_BYTES = 227 * 1024
 """Of a block of compute capability 9."""
-THREADS = 512
+FEW_THREADS, MANY_THREADS = 256, 1024
+"""Of a block, for a large batch and a small one."""
 _CLUSTER = 8
 _MIN_CAPABILITY = (9, 0)
 _STATIC_BYTES = 2 * 1024
@@ -36,7 +37,7 @@ def cluster_macros(
 
 def _macros(dtype: torch.dtype, vocab_size: int) -> dict[str, str | int]:
     macros = cluster_macros(dtype, vocab_size, dtype.itemsize, _STATIC_BYTES)
-    return macros | {"THREADS": THREADS}
+    return macros | {"FEW": FEW_THREADS, "MANY": MANY_THREADS}
 
 
 _family = Family("sample", "sample", _macros, ("-fmad=false",))

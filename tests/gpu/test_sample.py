@@ -199,7 +199,7 @@ def test_the_bounds_of_filters_pass_the_tokens_that_filters_pass(vocab_size, lev
         found = filter_bounds(logits, temperature, *limits)
         expected = bounds(y, *limits)
         differ = passing(y, *found) != passing(y, *expected)
-        # a sum within 2^-40 of its limit may end one token earlier or later: not seen in random data
+        # a sum within 2^-40 of its limit may end one token sooner or later: not in random data
         assert not differ.any(), (limits, differ.nonzero()[:5], found, expected)
 
 

@@ -22,7 +22,7 @@ SOURCES = {
     "qk_rope_store": qk_rope_store._macros(128, torch.float16, True),
     "silu_and_mul": {**BF16, "WIDTH_OF_ROW": 3072},
     "decode_inputs": {},
-    "sample": {**BF16, "THREADS": 512},
+    "sample": {**BF16, "FEW": 256, "MANY": 1024},
     "filter_bounds": {**BF16, "THREADS": 512},
     "skinny_linear": {**BF16, "NORM": 1, "MODE": 2},
 }

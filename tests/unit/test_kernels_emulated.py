@@ -31,8 +31,10 @@ BF16 = torch.bfloat16
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch):
     monkeypatch.setattr(cuda_build, "cuda_module", emulated_module)
-    for module in (sample, filter_bounds):
-        monkeypatch.setattr(module, "THREADS", 64)  # fewer fibers: the same logic
+    # fewer fibers: the same logic
+    monkeypatch.setattr(sample, "FEW_THREADS", 32)
+    monkeypatch.setattr(sample, "MANY_THREADS", 64)
+    monkeypatch.setattr(filter_bounds, "THREADS", 64)
     modules = (
         embedding,
         kv_store,
@@ -170,6 +172,12 @@ def expected_tokens(logits, temperature, seeds, positions, greedy, *limits):
 def test_sample_draws_the_tokens_of_the_reference(vocab_size, dtype):
     logits = (torch.randn(4, vocab_size) * 2).to(dtype)
     given = columns(4)
+    assert torch.equal(sample.sample(logits, *given), expected_tokens(logits, *given))
+
+
+def test_sample_draws_the_tokens_of_the_reference_for_a_large_batch():
+    logits = torch.randn(18, 1000) * torch.tensor([0.01, 1.0, 20.0]).repeat(6)[:, None]
+    given = columns(18)
     assert torch.equal(sample.sample(logits, *given), expected_tokens(logits, *given))
 
 

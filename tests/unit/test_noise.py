@@ -27,6 +27,9 @@ void noises(const uint32_t* word, int64_t n, double* exact, float* bound) {
     bound[i] = minisgl::noise_bound(word[i]);
   }
 }
+void floors(const uint32_t* word, int64_t n, float* floor) {
+  for (int64_t i = 0; i < n; ++i) floor[i] = minisgl::noise_floor(word[i]);
+}
 float max_noise() { return minisgl::kMaxNoise; }
 }
 """
@@ -90,6 +93,21 @@ def test_the_bound_is_above_the_noise_of_every_word(noise):
     assert exact[-1] < noise.max_noise()
     # and where the noise is large, which decides, it is close, but for the one greatest word
     assert (bound - exact)[:-1][exact[:-1] > 2].max() < 0.5
+
+
+def test_the_lower_bound_is_close_below_the_noise(noise):
+    rng = np.random.default_rng(9)
+    words = np.concatenate([
+        rng.integers(0, 1 << 32, 1_000_000), np.arange(1 << 16), (1 << 32) - 1 - np.arange(1 << 16),
+        (1 << 31) + np.arange(-1000, 1000), np.arange(0, 1 << 32, 1 << 13),
+    ]).astype(np.uint32)  # fmt: skip
+    exact, _ = noises(noise, words)
+    floor = np.empty(len(words), np.float32)
+    noise.floors(ctypes.c_void_p(words.ctypes.data), ctypes.c_int64(len(words)),
+                 ctypes.c_void_p(floor.ctypes.data))  # fmt: skip
+    # room on both sides for the GPU's logarithms, which may be a bit or two off
+    assert (exact - floor).min() > 5e-5
+    assert (exact - floor).max() < 2e-4
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 0.01, 0.6, 1.0, 3.0, 1e4])

@@ -17,12 +17,13 @@ namespace {
 
 using T = ELEMENT;
 
-// Macros: ELEMENT, the type of the logits; THREADS of a block.
+// Macros: ELEMENT, the type of the logits; threads of a block, FEW for a large batch, MANY for a
+// small one, which does not fill the device otherwise.
 constexpr int kCluster = 8;
-constexpr int kThreads = THREADS;
-constexpr int kWarps = kThreads / 32;
+constexpr int kSmall = 132;  // blocks of a small batch: about one for each multiprocessor
 constexpr int kTokens = 8;  // a thread takes at a time: two Philox blocks
 constexpr float kInfinity = __builtin_huge_valf();
+constexpr float kMinScore = -3.1302f;  // the largest logit's token passes all filters, with y = 0
 using Access = Vec<T, kTokens>;
 
 struct Params {
@@ -89,6 +90,7 @@ __device__ void finish(const Params& p, int row, int token) {
 }
 
 // This block's share of the row to shared memory; the key of its largest logit, for this thread.
+template <int kThreads>
 __device__ uint64_t read_share(const Params& p, const T* from, int begin, int count, Access* share) {
   float most = -kInfinity;
   int at = -1;
@@ -126,94 +128,101 @@ struct Draw {
   float slope;  // a little under 1 / temperature: (x - largest) slope is never less than y
   float least;
   int64_t last;
+  bool limits;
   uint32_t position, k0, k1;
+
+  __device__ bool passes(float y, int id) const { return y > least || (y == least && id <= last); }
 };
 
-// The exact scores of a warp's candidates; `mask` has a bit for each of a lane's tokens whose bound
-// reaches the threshold. Each round every lane takes its most promising token.
-__device__ void settle(const Draw& d, uint32_t mask, const float (&bound)[kTokens],
-                       const float (&below)[kTokens], const Words (&words)[2], int first,
-                       uint32_t* threshold, Best* best) {
-  uint32_t reached = ordered(-kInfinity);
-  while (__any_sync(kAll, mask != 0)) {
-    float top = -kInfinity, distance = 0.0f;
-    uint32_t word = 0;
-    int pick = -1;
+// Eight neighbouring tokens: their words and upper bounds of their scores.
+struct Group {
+  float below[kTokens], bound[kTokens], top;
+  Words words[2];
+
+  __device__ Group(const Draw& d, const Access& x, int first) : top(-kInfinity) {
+    float nearest = -kInfinity;
 #pragma unroll
     for (int j = 0; j < kTokens; ++j) {
-      if ((mask >> j & 1) && (pick < 0 || bound[j] > top)) {
-        top = bound[j], distance = below[j], word = words[j / 4].of[j % 4], pick = j;
-      }
+      below[j] = __fsub_rn(to_float(x.of[j]), d.largest);
+      nearest = fmaxf(nearest, below[j]);
     }
-    uint32_t score_floor = ordered(-kInfinity);
-    if (pick >= 0) {
-      mask &= ~(1u << pick);
-      const float y = __fdiv_rn(distance, d.temperature);
-      if (y > d.least || (y == d.least && first + pick <= d.last)) {
-        const double score = static_cast<double>(y) + gumbel(word);
-        best->take(score, first + pick);
-        score_floor = ordered(__double2float_rd(score));
-      }
-    }
-    const uint32_t most = __reduce_max_sync(kAll, score_floor);
-    if (most > reached) {
-      reached = most;
-      if (threadIdx.x % 32 == 0) atomicMax(threshold, most);
-      const float needed = unordered(most);
-#pragma unroll
-      for (int j = 0; j < kTokens; ++j) {
-        if (bound[j] < needed) mask &= ~(1u << j);
-      }
-    }
-  }
-}
-
-__device__ Best search(const Draw& d, const Access* share, int begin, int count,
-                       uint32_t* threshold) {
-  Best best{-static_cast<double>(kInfinity), -1};
-  // All lanes of a warp stay in the loop together, for the votes.
-  for (int base = threadIdx.x / 32 * 32 * kTokens; base < count; base += kThreads * kTokens) {
-    const int i = base + threadIdx.x % 32 * kTokens;
-    float below[kTokens], nearest = -kInfinity;
-    if (i < count) {
-      const Access x = share[i / kTokens];
-#pragma unroll
-      for (int j = 0; j < kTokens; ++j) below[j] = __fsub_rn(to_float(x.of[j]), d.largest);
-    } else {
-#pragma unroll
-      for (int j = 0; j < kTokens; ++j) below[j] = -kInfinity;
-    }
-#pragma unroll
-    for (int j = 0; j < kTokens; ++j) nearest = fmaxf(nearest, below[j]);
-    const float needed = unordered(*static_cast<volatile uint32_t*>(threshold));
     // No words are needed where even the largest noise would lose.
-    if (!__any_sync(kAll, fmaf(nearest, d.slope, kMaxNoise) >= needed)) continue;
-    const uint32_t block = static_cast<uint32_t>(begin + i) / 4;
-    const Words words[2] = {philox(block, d.position, d.k0, d.k1),
-                            philox(block + 1, d.position, d.k0, d.k1)};
-    float bound[kTokens], top = -kInfinity;
+    if (!(fmaf(nearest, d.slope, kMaxNoise) >= kMinScore)) return;
+    words[0] = philox(first / 4, d.position, d.k0, d.k1);
+    words[1] = philox(first / 4 + 1, d.position, d.k0, d.k1);
 #pragma unroll
     for (int j = 0; j < kTokens; ++j) {
       bound[j] = fmaf(below[j], d.slope, noise_bound(words[j / 4].of[j % 4]));
-      top = fmaxf(top, bound[j]);
     }
-    if (!__any_sync(kAll, top >= needed)) continue;
-    uint32_t mask = 0;
+    if (d.limits) {
 #pragma unroll
-    for (int j = 0; j < kTokens; ++j) {
-      if (bound[j] >= needed && below[j] * d.slope >= d.least) mask |= 1u << j;
+      for (int j = 0; j < kTokens; ++j) {
+        if (!(below[j] * d.slope >= d.least)) bound[j] = -kInfinity;
+      }
     }
-    // Tokens after the end are -inf, and may pass as long as nothing was found.
-    if (i + kTokens > count) mask &= (1u << max(count - i, 0)) - 1;
-    if (__any_sync(kAll, mask != 0)) {
-      settle(d, mask, bound, below, words, begin + i, threshold, &best);
+#pragma unroll
+    for (int j = 0; j < kTokens; ++j) top = fmaxf(top, bound[j]);
+  }
+};
+
+// What a thread has seen: its largest bound and where it is, and the largest of other groups.
+struct Seen {
+  float best = -kInfinity, second = -kInfinity;
+  int group = -1;
+};
+
+template <int kThreads>
+__device__ Seen look(const Draw& d, const Access* share, int begin, int count) {
+  Seen seen;
+  for (int i = threadIdx.x * kTokens; i < count; i += kThreads * kTokens) {
+    const Group g(d, share[i / kTokens], begin + i);
+    if (g.top > seen.best) {
+      seen.second = seen.best, seen.best = g.top, seen.group = i;
+    } else {
+      seen.second = fmaxf(seen.second, g.top);
     }
   }
-  return best;
+  return seen;
 }
 
-__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 2)
+// A lower bound of the score of a group's most promising token, if the filters let it pass.
+__device__ float promise(const Draw& d, const Group& g, int first) {
+  float floor = kMinScore;
+#pragma unroll
+  for (int j = 0; j < kTokens; ++j) {
+    if (g.bound[j] != g.top) continue;
+    const float y = __fdiv_rn(g.below[j], d.temperature);
+    if (d.passes(y, first + j)) floor = fmaxf(floor, y + noise_floor(g.words[j / 4].of[j % 4]));
+  }
+  return floor;
+}
+
+// The exact scores of a group's tokens whose bounds reach the threshold.
+__device__ void settle(const Draw& d, const Group& g, int first, float needed, Best* best) {
+  uint32_t mask = 0;
+#pragma unroll
+  for (int j = 0; j < kTokens; ++j) mask |= (g.bound[j] >= needed) << j;
+  if (!(g.top >= needed)) mask = 0;  // without words
+  while (mask) {
+    const int pick = __ffs(mask) - 1;
+    mask &= mask - 1;
+    float distance = 0.0f;
+    uint32_t word = 0;
+#pragma unroll
+    for (int j = 0; j < kTokens; ++j) {
+      if (j == pick) distance = g.below[j], word = g.words[j / 4].of[j % 4];
+    }
+    const float y = __fdiv_rn(distance, d.temperature);
+    if (d.passes(y, first + pick)) {
+      best->take(static_cast<double>(y) + gumbel(word), first + pick);
+    }
+  }
+}
+
+template <int THREADS>
+__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(THREADS, 1024 / THREADS)
     sample(const __grid_constant__ Params p) {
+  constexpr int kThreads = THREADS, kWarps = kThreads / 32;
   DYNAMIC_SHARED(uint4, dynamic);
   __shared__ uint64_t warp_keys[kWarps], block_keys[kCluster];
   __shared__ Best warp_bests[kWarps], block_bests[kCluster];
@@ -225,11 +234,11 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 2)
   const int begin = rank * p.share, count = max(min(p.vocab - begin, p.share), 0);
   // Another block's shared memory may be written once that block has started.
   cluster.barrier_arrive();
-  if (threadIdx.x == 0) threshold = ordered(-kInfinity);
+  if (threadIdx.x == 0) threshold = ordered(kMinScore);
   wait_for_previous();
   launch_next();
 
-  uint64_t key = read_share(p, p.logits + row * p.stride + begin, begin, count, share);
+  uint64_t key = read_share<kThreads>(p, p.logits + row * p.stride + begin, begin, count, share);
   key = warp_best(key);
   if (lane == 0) warp_keys[warp] = key;
   __syncthreads();
@@ -254,11 +263,34 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 2)
   d.largest = unordered(high);
   d.temperature = p.temperature[row];
   d.slope = __frcp_rd(d.temperature) * (1.0f - 0x1p-21f);
-  d.least = p.least ? p.least[row] : -kInfinity;
-  d.last = p.least ? p.last[row] : p.vocab;
+  d.limits = p.least != nullptr;
+  d.least = d.limits ? p.least[row] : -kInfinity;
+  d.last = d.limits ? p.last[row] : p.vocab;
   d.position = static_cast<uint32_t>(entry(p.positions, p.wide_positions, row));
   d.k0 = static_cast<uint32_t>(seed), d.k1 = static_cast<uint32_t>(seed >> 32);
-  Best best = warp_best(search(d, share, begin, count, &threshold));
+
+  const Seen seen = look<kThreads>(d, share, begin, count);
+  key = seen.group < 0 ? 0 : uint64_t{ordered(seen.best)} << 32 | (threadIdx.x + 1);
+  key = warp_best(key);
+  if (lane == 0) warp_keys[warp] = key;
+  __syncthreads();
+  key = warp_best(lane < kWarps ? warp_keys[lane] : 0);
+  if (static_cast<uint32_t>(key) == threadIdx.x + 1) {
+    const int first = begin + seen.group;
+    const uint32_t floor = ordered(promise(d, Group(d, share[seen.group / kTokens], first), first));
+    // The other blocks profit from it as soon as they know; this one after the barrier.
+    for (int i = 0; i < kCluster; ++i) atomicMax(cluster.map_shared_rank(&threshold, i), floor);
+  }
+  __syncthreads();
+  const float needed = unordered(*static_cast<volatile uint32_t*>(&threshold));
+  Best best{0, -1};
+  if (seen.best >= needed) {
+    for (int i = threadIdx.x * kTokens; i < count; i += kThreads * kTokens) {
+      if (i != seen.group && seen.second < needed) continue;
+      settle(d, Group(d, share[i / kTokens], begin + i), begin + i, needed, &best);
+    }
+  }
+  best = warp_best(best);
   if (lane == 0) warp_bests[warp] = best;
   __syncthreads();
   if (warp == 0) {
@@ -298,12 +330,15 @@ EXPORT(sample) {
   p.output_index = args.data<const void>(9);
   p.wide_index = p.output_index && args.wide(9);
   const int shared = p.share * static_cast<int>(sizeof(T));
-  static int granted = 48 * 1024;  // of the one device that this process uses
+  static int granted = 0;  // to both, of the one device that this process uses
   if (shared > granted) {
-    const int error = check(cudaFuncSetAttribute(
-        sample, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
-    if (error) return error;
+    const auto grant = [&](auto kernel) {
+      return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+    };
+    if (check(grant(sample<FEW>)) || check(grant(sample<MANY>))) return -1;
     granted = shared;
   }
-  return launch(sample, args.size(1, 0) * kCluster, kThreads, shared, args.stream(), p);
+  const int64_t blocks = args.size(1, 0) * kCluster;
+  const auto kernel = blocks > kSmall ? sample<FEW> : sample<MANY>;
+  return launch(kernel, blocks, blocks > kSmall ? FEW : MANY, shared, args.stream(), p);
 }

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from minisgl.bench.device import DeviceCase
 from minisgl.engine.draw import DrawBatch, draw_reference
@@ -18,6 +19,7 @@ from minisgl_kernels import (
     norm,
     qk_rope_store,
     sample,
+    skinny_linear,
 )
 
 DTYPE = torch.bfloat16
@@ -27,6 +29,12 @@ WIDTHS = (3072, 17408)
 HEADS = ((16, 8), (40, 8))
 HEAD_DIM = 128
 VOCAB = 151936
+LINEARS = (
+    (4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (VOCAB, 1024),
+    (7168, 5120), (5120, 5120), (34816, 5120), (5120, 17408),
+)  # fmt: skip
+"""Outputs and inputs: QKV, O, gate and up, down, and the smaller model's LM head."""
+FEW_TOKENS = (1, 8, 16, 32, 64)
 SLOTS = 16384
 EPS = 1e-6
 
@@ -126,6 +134,20 @@ def gate_cases() -> Iterator[DeviceCase]:
             )  # fmt: skip
 
 
+def linear_cases() -> Iterator[DeviceCase]:
+    """Products of few tokens: the weights are read once. Beside them torch's product alone."""
+
+    def make(tokens: int, rows: int, k: int) -> tuple[Any, ...]:
+        return _randn(tokens, k), _randn(rows, k)
+
+    for rows, k in LINEARS:
+        for tokens in FEW_TOKENS:
+            yield DeviceCase(
+                f"{tokens}x{k} {rows}", 2 * (rows * k + tokens * (rows + k)),
+                partial(make, tokens, rows, k), skinny_linear.skinny_linear_function(), F.linear,
+            )  # fmt: skip
+
+
 def decode_input_cases() -> Iterator[DeviceCase]:
     """A few bytes a request: it counts as a launch, not for its bandwidth."""
     table = torch.zeros(257, 4096, dtype=torch.int32, device="cuda")
@@ -178,11 +200,12 @@ def filter_cases() -> Iterator[DeviceCase]:
         return _randn(batch, VOCAB) * 3, torch.full((batch,), 0.6, device="cuda"), k, p, None
 
     def reference(
-        logits: torch.Tensor, temperature: torch.Tensor, *limits: torch.Tensor | None
-    ) -> object:
+        logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor | None,
+        top_p: torch.Tensor | None, min_p: torch.Tensor | None,
+    ) -> object:  # fmt: skip
         logits = logits.float()
         y = (logits - logits.amax(dim=1, keepdim=True)) / temperature[:, None]
-        return bounds(y, *limits)
+        return bounds(y, top_k, top_p, min_p)
 
     for top_k in (20, 0):
         for batch in (1, 32, 256):
@@ -200,6 +223,7 @@ DEVICE_KERNELS: dict[str, Callable[[], Iterator[DeviceCase]]] = {
     "qk-rope-store": qk_cases,
     "silu-and-mul": gate_cases,
     "decode-inputs": decode_input_cases,
+    "skinny-linear": linear_cases,
     "sample": sample_cases,
     "filter-bounds": filter_cases,
 }

@@ -231,7 +231,13 @@ inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 
 inline bool __any_sync(unsigned all, bool value) { return __reduce_max_sync(all, value) != 0; }
 
-inline void atomicMax(uint32_t* at, uint32_t value) { *at = value > *at ? value : *at; }
+inline int __ffs(uint32_t x) { return __builtin_ffs(static_cast<int>(x)); }
+inline void atomicMax(uint32_t* at, uint32_t value) {
+  uint32_t seen = __atomic_load_n(at, __ATOMIC_SEQ_CST);
+  while (seen < value && !__atomic_compare_exchange_n(at, &seen, value, false, __ATOMIC_SEQ_CST,
+                                                      __ATOMIC_SEQ_CST)) {
+  }
+}
 template <class T>  // also on the memory of another block of the cluster
 T atomicAdd(T* at, T value) {
   return __atomic_fetch_add(at, value, __ATOMIC_SEQ_CST);
