@@ -11,7 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.attention.base import AttentionBackend, AttentionContext, ForwardBatch
+from minisgl.attention.base import (
+    PROMPT_REQUESTS,
+    AttentionBackend,
+    AttentionContext,
+    ForwardBatch,
+)
 from minisgl.attention.fa_backend import FlashAttentionBackend
 from minisgl.attention.registry import make_backend
 from minisgl.attention.torch_backend import TorchBackend
@@ -364,6 +369,73 @@ def test_flash_attention_shares_out_its_work_once_a_step() -> None:
         case.assert_right(backend.forward(q, 1, case.pool, batch), q, batch)
     batch.metadata.schedule = None
     case.assert_right(backend.forward(q, 1, case.pool, batch), q, batch)
+
+
+@pytest.mark.parametrize("page_size", [64, 128])
+def test_flash_attention_shares_out_prefill_once_a_step(page_size: int) -> None:
+    case = Case(16, 8, 128, page_size)
+    backend = case.backend("fa")
+    assert isinstance(backend, FlashAttentionBackend)
+    backend.schedules_prefill = True
+    for cached, new in (([0], [300]), ([page_size, 0, 640, 1000], [20, 7, 256, 1])):
+        batch = case.step(np.array(cached), np.array(new))
+        q = case.queries(sum(new))
+        backend.prepare_metadata(batch)
+        for _ in range(2):
+            case.assert_right(backend.forward(q, 1, case.pool, batch), q, batch)
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("name", ["fa", "fi"])
+def test_a_captured_prefill_follows_new_prompts_and_is_filled_up_by_the_dummy_row(
+    name: str, page_size: int
+) -> None:
+    case = Case(16, 8, 128, page_size)
+    backend = case.backend(name)
+    backend.init_capture(8)
+    tokens = 128
+    buffers = {
+        "rows": torch.full((PROMPT_REQUESTS,), case.batch, dtype=torch.int32, device=DEVICE),
+        "lens": torch.ones(PROMPT_REQUESTS, dtype=torch.int32, device=DEVICE),
+        "starts": torch.zeros(PROMPT_REQUESTS + 1, dtype=torch.int32, device=DEVICE),
+    }
+    places = torch.zeros(tokens, dtype=torch.int32, device=DEVICE)
+
+    def batch_of(rows: list[int], cached: list[int], new: list[int]) -> ForwardBatch:
+        """Real requests, then the dummy row with what is left, then requests without a token."""
+        rest = PROMPT_REQUESTS - len(new)
+        rows += [case.batch] * rest
+        new += [tokens - sum(new)] + [0] * (rest - 1)
+        cached += [0] + [1] * (rest - 1)
+        if new[-rest] == 0:
+            cached[-rest] = 1
+        lens = np.array(cached) + np.array(new)
+        buffers["rows"].copy_(ints(np.array(rows)))
+        buffers["lens"].copy_(ints(lens))
+        buffers["starts"].copy_(ints(np.concatenate([[0], np.cumsum(new)])))
+        return ForwardBatch(
+            input_ids=places, positions=places, out_loc=places, rows=buffers["rows"],
+            page_table=case.page_table, cached_lens=np.array(cached, np.int32),
+            device_lens=lens.astype(np.int32), last_indices=buffers["lens"], is_decode=False,
+            device_lens_dev=buffers["lens"], cu_seqlens_q=buffers["starts"],
+        )  # fmt: skip
+
+    q = case.queries(tokens)
+    batch = batch_of([], [], [])
+    graph, out = captured(case, backend, batch, q)
+    for cached, new in (([0], [128]), ([64, 0, 1000], [20, 7, 100]), ([0, 600], [1, 1])):
+        real = len(new)
+        rows = case.random.permutation(case.batch)[:real].tolist()
+        now = batch_of(rows, cached, new)
+        q.normal_()
+        out.fill_(float("nan"))
+        backend.replay_metadata(now)
+        graph.replay()
+        exact, start = case.exact(q, 1, now), 0
+        for i in range(real):
+            mine = out[start : start + now.device_lens[i] - now.cached_lens[i]].float()
+            assert (mine - exact[i]).norm() < TOLERANCE * exact[i].norm()
+            start += len(mine)
 
 
 def test_the_torch_backend_is_the_same_reference_on_the_device() -> None:

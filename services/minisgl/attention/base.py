@@ -124,8 +124,6 @@ class AttentionBackend(ABC):
     captures: ClassVar[bool] = False
     """Its decode can be part of a CUDA graph."""
     captures_prefill: ClassVar[bool] = False
-    """So can its prefill, of a fixed number of tokens and requests."""
-    captures_prefill: ClassVar[bool] = False
     """So can its prefill of few tokens, with the number of requests and of tokens fixed: requests
     may have no new token, and all lengths are on the device."""
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (*HALVES, torch.float32)

@@ -20,16 +20,16 @@ class _Step:
     max_new: int
     """Most new tokens of one request."""
     schedule: torch.Tensor | None
-    """How decode shares out the work, computed once a step and not once a layer."""
+    """How the work is shared out, computed once a step and not once a layer."""
 
 
 class FlashAttentionBackend(AttentionBackend):
     """`fa`: one function for both, with block tables. Pages of 128 reach it by TMA in prefill."""
 
     default_page_size = 128
-    captures = True
-    captures_prefill = True
+    captures = captures_prefill = True
     dtypes = HALVES
+    schedules_prefill = False
 
     @classmethod
     def check(cls, capability: tuple[int, int] | None, *, prefill: bool, decode: bool) -> None:
@@ -66,14 +66,14 @@ class FlashAttentionBackend(AttentionBackend):
         ctx, size, lens = self.ctx, len(batch.device_lens), batch.device_lens_dev
         pages = self._pages[:size]
         self._block_table(pages, batch.page_table, batch.rows, lens, ctx.page_size)
+        starts = self._starts[: size + 1] if batch.is_decode else batch.cu_seqlens_q
         schedule = None
-        if batch.is_decode:
+        if batch.is_decode or self.schedules_prefill:
             schedule = self._schedule(
-                size, 1, ctx.max_pages * ctx.page_size, ctx.num_qo_heads, ctx.num_kv_heads,
-                ctx.head_dim, lens, qkv_dtype=ctx.dtype, cu_seqlens_q=self._starts[: size + 1],
+                size, new, ctx.max_pages * ctx.page_size, ctx.num_qo_heads, ctx.num_kv_heads,
+                ctx.head_dim, lens, qkv_dtype=ctx.dtype, cu_seqlens_q=starts,
                 page_size=ctx.page_size, causal=True,
             )  # fmt: skip
-        starts = self._starts[: size + 1] if batch.is_decode else batch.cu_seqlens_q
         batch.metadata = _Step(pages, lens, starts, new, schedule)  # type: ignore[arg-type]
 
     def forward(

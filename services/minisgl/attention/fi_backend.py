@@ -34,7 +34,7 @@ class FlashInferBackend(AttentionBackend):
     """`fi`: prefill by BatchPrefillWithPagedKVCacheWrapper, decode by BatchDecode's."""
 
     default_page_size = 64
-    captures = True
+    captures = captures_prefill = True
     dtypes = HALVES
 
     @classmethod
@@ -54,30 +54,31 @@ class FlashInferBackend(AttentionBackend):
                 f"--attention-backend fi needs FlashInfer ({error}): pip install 'minisglang[cuda]'"
             ) from None
         self._make_decode = BatchDecodeWithPagedKVCacheWrapper
+        self._make_prefill = BatchPrefillWithPagedKVCacheWrapper
         self._workspace = torch.empty(FLOAT_WORKSPACE_BYTES, dtype=torch.uint8, device=ctx.device)
         group = ctx.num_qo_heads // ctx.num_kv_heads
         self._tensor_cores = ctx.page_size >= TENSOR_CORE_PAGE_SIZE or group >= TENSOR_CORE_GROUP
         self._block_table = block_table_function()
         # [indptr of B + 1 | last page lengths of B]: one copy a step fills both
-        self._small = _ints(2 * ctx.max_running + 1, ctx.device)
+        self._small = _ints(2 * ctx.max_batch + 1, ctx.device)
         # one more than pages: see block_table_reference
-        self._indices = _ints(ctx.max_running * ctx.max_pages + 1, ctx.device)
+        self._indices = _ints(ctx.max_batch * ctx.max_pages + 1, ctx.device)
         self._int_workspace = torch.empty(INT_WORKSPACE_BYTES, dtype=torch.uint8, device=ctx.device)
         self._plan_ring = PinnedRing(INT_WORKSPACE_BYTES)
-        self._ring = PinnedRing(4 * (4 * ctx.max_running + 2))
-        self._qo_indptr = torch.arange(ctx.max_running + 1, dtype=torch.int32)
+        self._ring = PinnedRing(4 * (4 * ctx.max_batch + 2))
+        self._qo_indptr = torch.arange(ctx.max_batch + 1, dtype=torch.int32)
         self._qo_indptr_dev = self._qo_indptr.to(ctx.device)
-        self._prefill = BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend="fa2")
-        self._prefill._int_workspace_buffer = self._int_workspace
+        self._prefill = self._prefill_wrapper()
         self._eager = self._decode_wrapper(0)
-        self._graphs: dict[int, Any] = {}
+        self._graphs: dict[tuple[bool, int], Any] = {}
+        """By whether it is decode, and by its requests or else by its tokens."""
 
     def prepare_metadata(self, batch: ForwardBatch) -> None:
         if batch.is_decode:
             self._plan_decode(self._eager, batch)
             batch.metadata = _Step(self._eager)
         else:
-            self._plan_prefill(batch)
+            self._plan_prefill(self._prefill, batch)
             batch.metadata = _Step(self._prefill)
         self._fill_indices(batch)
 
@@ -90,19 +91,39 @@ class FlashInferBackend(AttentionBackend):
 
     def capture_metadata(self, batch: ForwardBatch) -> None:
         self._fill_indices(batch)
-        batch.metadata = _Step(self._graphs[len(batch.device_lens)])
+        batch.metadata = _Step(self._graphs[_graph_of(batch)])
 
     def replay_metadata(self, batch: ForwardBatch) -> None:
-        size = len(batch.device_lens)
-        if size not in self._graphs:
-            self._graphs[size] = self._decode_wrapper(size)
-        self._plan_decode(self._graphs[size], batch)
+        graph, requests = _graph_of(batch), len(batch.device_lens)
+        if graph not in self._graphs:
+            make = self._decode_wrapper if batch.is_decode else self._prefill_wrapper
+            self._graphs[graph] = make(requests)
+        if batch.is_decode:
+            self._plan_decode(self._graphs[graph], batch)
+        else:
+            self._plan_prefill(self._graphs[graph], batch)
 
     def _fill_indices(self, batch: ForwardBatch) -> None:
         self._block_table(
             self._indices, batch.page_table, batch.rows, batch.device_lens_dev,
             self.ctx.page_size, self._small,
         )  # fmt: skip
+
+    def _prefill_wrapper(self, graph_requests: int = 0) -> Any:
+        """For the graph of one number of tokens, or, with 0, for eager steps of any size."""
+        options: dict[str, Any] = {}
+        if graph_requests:
+            end = graph_requests + 1
+            options = {
+                "use_cuda_graph": True,
+                "qo_indptr_buf": _ints(end, self.ctx.device),
+                "paged_kv_indptr_buf": self._small[:end],
+                "paged_kv_indices_buf": self._indices,
+                "paged_kv_last_page_len_buf": self._small[end : end + graph_requests],
+            }
+        wrapper = self._make_prefill(self._workspace, "NHD", backend="fa2", **options)
+        wrapper._int_workspace_buffer = self._int_workspace
+        return wrapper
 
     def _decode_wrapper(self, graph_size: int) -> Any:
         """For the graph of one batch size, or, with 0, for eager steps of any size."""
@@ -151,15 +172,17 @@ class FlashInferBackend(AttentionBackend):
             )
         self._plan_ring.sent()
 
-    def _plan_prefill(self, batch: ForwardBatch) -> None:
+    def _plan_prefill(self, wrapper: Any, batch: ForwardBatch) -> None:
         ctx, size = self.ctx, len(batch.device_lens)
         staged = self._stage(batch.device_lens)
         starts = staged[3 * size + 1 : 4 * size + 2]
         np.cumsum(batch.device_lens - batch.cached_lens, out=starts.numpy()[1:])
         starts[0] = 0
-        self._prefill._pin_memory_int_workspace_buffer = self._plan_ring.take()
-        self._prefill.plan(
-            starts, staged[: size + 1], self._indices, staged[size + 1 : 2 * size + 1],
+        wrapper._pin_memory_int_workspace_buffer = self._plan_ring.take()
+        # a graph has the page indices in place: none is to be copied
+        indices = self._indices[:0] if wrapper.is_cuda_graph_enabled else self._indices
+        wrapper.plan(
+            starts, staged[: size + 1], indices, staged[size + 1 : 2 * size + 1],
             ctx.num_qo_heads, ctx.num_kv_heads, ctx.head_dim, ctx.page_size, causal=True,
             q_data_type=ctx.dtype, kv_data_type=ctx.dtype,
             seq_lens=staged[2 * size + 1 : 3 * size + 1],
@@ -181,6 +204,10 @@ class FlashInferBackend(AttentionBackend):
         self._small[: 2 * size + 1].copy_(staged[: 2 * size + 1], non_blocking=True)
         self._ring.sent()
         return staged
+
+
+def _graph_of(batch: ForwardBatch) -> tuple[bool, int]:
+    return batch.is_decode, len(batch.device_lens if batch.is_decode else batch.positions)
 
 
 def _ints(size: int, device: torch.device) -> torch.Tensor:

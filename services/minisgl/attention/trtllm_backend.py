@@ -53,9 +53,9 @@ class TrtllmBackend(AttentionBackend):
         self._scale = ctx.head_dim**-0.5
         # its counters must be zero at first, and it leaves them so
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=ctx.device)
-        shape = (ctx.max_running, ctx.max_pages)
+        shape = (ctx.max_batch, ctx.max_pages)
         self._pages = torch.zeros(shape, dtype=torch.int32, device=ctx.device)
-        self._starts = torch.zeros(ctx.max_running + 1, dtype=torch.int32, device=ctx.device)
+        self._starts = torch.zeros(ctx.max_batch + 1, dtype=torch.int32, device=ctx.device)
 
     def prepare_metadata(self, batch: ForwardBatch) -> None:
         self.capture_metadata(batch)
