@@ -4,12 +4,33 @@ Every product block has rows of one expert only, so each expert's rows are fille
 blocks. Nothing comes back to the host: a CUDA graph can hold it.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
+from minisgl.config import env_switch
+from minisgl_kernels.cuda_build import DISABLE_PDL_ENV
+
 CHUNKS = (256, 4096)
 """Ids that a program reads at once, where there are few and where there are many."""
+
+
+@functools.cache
+def overlaps() -> bool:
+    """Whether kernels start before the last one has ended, and then wait for it (from SM90 on)."""
+    if env_switch(DISABLE_PDL_ENV) or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability()[0] >= 9
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """First of all in a kernel: the next one may start, and what came before is complete."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 def max_blocks(rows: int, experts: int, block: int) -> int:
@@ -54,7 +75,7 @@ def align(
     _align[(experts,)](
         ids, rows, block_experts, used, n,
         BINS=triton.next_power_of_2(experts), BLOCK=block, CHUNK=chunk,
-        num_warps=chunk // 256,
+        PDL=overlaps(), num_warps=chunk // 256, launch_pdl=overlaps(),
     )  # fmt: skip
     return rows, block_experts, used
 
@@ -62,8 +83,9 @@ def align(
 @triton.jit(do_not_specialize=["n"])
 def _align(
     ids, rows, block_experts, used, n,
-    BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(PDL)
     expert = tl.program_id(0)
     bins = tl.arange(0, BINS)
     # Every program counts all experts: that is quicker than to wait for others' counts.

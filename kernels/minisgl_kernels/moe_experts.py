@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl_kernels.moe_align import align, max_blocks
+from minisgl_kernels.moe_align import align, max_blocks, overlaps, wait_for_previous
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,19 +79,20 @@ def run_experts(
     out = torch.empty_like(x)
     # TF32 would lose what a float32 model is for.
     precision = "ieee" if x.dtype == torch.float32 else "tf32"
+    pdl = overlaps()
     _gate_up[(triton.cdiv(width, wide.n), most)](
         x, gate_up, inner, places, of_blocks, used, rows,
         HIDDEN=hidden, WIDTH=width, TOP_K=top_k, ALONE=alone, M=wide.m, N=wide.n, K=wide.k,
-        PRECISION=precision, num_warps=wide.warps, num_stages=wide.stages,
+        PRECISION=precision, PDL=pdl, num_warps=wide.warps, num_stages=wide.stages, launch_pdl=pdl,
     )  # fmt: skip
     _down[(triton.cdiv(hidden, back.n), most)](
         inner, down, parts, weights, places, of_blocks, used, rows,
-        HIDDEN=hidden, WIDTH=width, ALONE=alone, M=back.m, N=back.n, K=back.k, PRECISION=precision,
-        num_warps=back.warps, num_stages=back.stages,
+        HIDDEN=hidden, WIDTH=width, ALONE=alone, M=back.m, N=back.n, K=back.k,
+        PRECISION=precision, PDL=pdl, num_warps=back.warps, num_stages=back.stages, launch_pdl=pdl,
     )  # fmt: skip
     columns = min(1024, triton.next_power_of_2(hidden))
     _combine[(triton.cdiv(hidden, columns), tokens)](
-        parts, out, HIDDEN=hidden, TOP_K=top_k, N=columns, num_warps=4
+        parts, out, HIDDEN=hidden, TOP_K=top_k, N=columns, PDL=pdl, num_warps=4, launch_pdl=pdl
     )
     return out
 
@@ -111,8 +112,9 @@ def _rows(places, block, n, ALONE: tl.constexpr, M: tl.constexpr):
 def _gate_up(
     x, w, out, places, of_blocks, used, n,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, ALONE: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(PDL)
     block = tl.program_id(1)
     if not ALONE:  # noqa: SIM102 (Triton knows this at compile time, and nothing of the other)
         if block * M >= tl.load(used):
@@ -153,8 +155,9 @@ def _gate_up(
 def _down(
     inner, w, out, weights, places, of_blocks, used, n,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, ALONE: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(PDL)
     block = tl.program_id(1)
     if not ALONE:  # noqa: SIM102 (Triton knows this at compile time, and nothing of the other)
         if block * M >= tl.load(used):
@@ -186,7 +189,10 @@ def _down(
 
 
 @triton.jit
-def _combine(parts, out, HIDDEN: tl.constexpr, TOP_K: tl.constexpr, N: tl.constexpr):
+def _combine(
+    parts, out, HIDDEN: tl.constexpr, TOP_K: tl.constexpr, N: tl.constexpr, PDL: tl.constexpr
+):
+    wait_for_previous(PDL)
     token = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * N + tl.arange(0, N)
     total = tl.zeros([N], tl.float32)

@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from minisgl_kernels.moe_align import overlaps, wait_for_previous
+
 
 def route(scores: torch.Tensor, top_k: int, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose experts from scores [T, experts], contiguous: weights [T, top_k] float32, ids int32.
@@ -15,7 +17,8 @@ def route(scores: torch.Tensor, top_k: int, normalise: bool) -> tuple[torch.Tens
     ids = torch.empty(tokens, top_k, dtype=torch.int32, device=scores.device)
     _route[(tokens,)](
         scores, weights, ids, EXPERTS=experts, BINS=triton.next_power_of_2(experts), TOP_K=top_k,
-        PLACES=triton.next_power_of_2(top_k), NORMALISE=normalise, num_warps=1,
+        PLACES=triton.next_power_of_2(top_k), NORMALISE=normalise, PDL=overlaps(),
+        num_warps=1, launch_pdl=overlaps(),
     )  # fmt: skip
     return weights, ids
 
@@ -24,8 +27,9 @@ def route(scores: torch.Tensor, top_k: int, normalise: bool) -> tuple[torch.Tens
 def _route(
     scores, weights, ids,
     EXPERTS: tl.constexpr, BINS: tl.constexpr, TOP_K: tl.constexpr, PLACES: tl.constexpr,
-    NORMALISE: tl.constexpr,
+    NORMALISE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     expert, place = tl.arange(0, BINS), tl.arange(0, PLACES)
     left = tl.load(scores + token * EXPERTS + expert, mask=expert < EXPERTS, other=float("-inf"))
