@@ -22,6 +22,7 @@ class Server(Api):
 
     def __init__(self) -> None:
         self.statuses: list[Manifest] = []
+        self.applied: list[Key] = []
         self.denied: list[str] = []
 
     async def get(self, kind: str, namespace: str, name: str) -> Manifest | None:
@@ -34,6 +35,8 @@ class Server(Api):
         if subresource:
             self.statuses.append(manifest["status"])
             manifest = {**manifest, "metadata": METADATA, "spec": SPEC}
+        else:
+            self.applied.append(Key.of(manifest))
         return {**manifest, "metadata": {**manifest["metadata"], "resourceVersion": "9"}}
 
     async def delete(
@@ -44,10 +47,10 @@ class Server(Api):
 
 
 @asynccontextmanager
-async def acting(server: Server, *strays: str) -> AsyncIterator[Task]:
+async def acting(server: Server, *strays: str, spec: dict[str, Any] = SPEC) -> AsyncIterator[Task]:
     """A task that looks when it is told to, with children that nothing wants."""
     cache = Cache(server, [None], lambda kind, found: None)
-    cache.put({"kind": api.KIND, "metadata": METADATA, "spec": SPEC})
+    cache.put({"kind": api.KIND, "metadata": METADATA, "spec": spec})
     for name in strays:
         labels = names.common(observe(SPEC).obj)
         stray = {"name": name, "namespace": "models", "uid": name, "labels": labels}
@@ -101,3 +104,14 @@ def test_a_refusal_is_forgotten_once_nothing_asks_for_it() -> None:
     assert refused.seen()
     refused.keep(Plan((Apply({"kind": "Service", "metadata": {"name": "one"}}),)))
     assert not refused.seen()
+
+
+async def test_the_sets_of_a_revision_are_made_in_the_look_that_makes_the_revision() -> None:
+    server = Server()
+    redis = {"external": {"address": "127.0.0.1:1"}}  # no name to look up
+    async with acting(server, spec=SPEC | {"suspend": False, "redis": redis}) as task:
+        await task.look()
+    assert Key("StatefulSet", "qwen-g0-1") in server.applied
+    assert Key("Deployment", "qwen-gateway") in server.applied
+    assert len(server.applied) == len(set(server.applied))
+    assert len(server.statuses) == 1
