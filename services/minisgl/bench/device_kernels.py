@@ -20,6 +20,7 @@ from minisgl_kernels import (
     qk_rope_store,
     sample,
     skinny_linear,
+    tuned_linear,
 )
 
 DTYPE = torch.bfloat16
@@ -34,7 +35,6 @@ LINEARS = (
     (7168, 5120), (5120, 5120), (34816, 5120), (5120, 17408),
 )  # fmt: skip
 """Outputs and inputs: QKV, O, gate and up, down, and the smaller model's LM head."""
-FEW_TOKENS = (1, 8, 16, 32, 64)
 SLOTS = 16384
 EPS = 1e-6
 
@@ -134,17 +134,19 @@ def gate_cases() -> Iterator[DeviceCase]:
             )  # fmt: skip
 
 
-def linear_cases() -> Iterator[DeviceCase]:
-    """Products of few tokens: the weights are read once. Beside them torch's product alone."""
+def linear_cases(
+    function: Callable[[], Callable[..., object] | None], counts: tuple[int, ...]
+) -> Iterator[DeviceCase]:
+    """Products of few tokens: the weights are read once. Beside them torch's product."""
 
     def make(tokens: int, rows: int, k: int) -> tuple[Any, ...]:
         return _randn(tokens, k), _randn(rows, k)
 
     for rows, k in LINEARS:
-        for tokens in FEW_TOKENS:
+        for tokens in counts:
             yield DeviceCase(
                 f"{tokens}x{k} {rows}", 2 * (rows * k + tokens * (rows + k)),
-                partial(make, tokens, rows, k), skinny_linear.skinny_linear_function(), F.linear,
+                partial(make, tokens, rows, k), function(), F.linear,
             )  # fmt: skip
 
 
@@ -223,7 +225,8 @@ DEVICE_KERNELS: dict[str, Callable[[], Iterator[DeviceCase]]] = {
     "qk-rope-store": qk_cases,
     "silu-and-mul": gate_cases,
     "decode-inputs": decode_input_cases,
-    "skinny-linear": linear_cases,
+    "skinny-linear": partial(linear_cases, skinny_linear.skinny_linear_function, (1, 8, 32, 64)),
+    "tuned-linear": partial(linear_cases, tuned_linear.tuned_linear_function, (32, 128, 256)),
     "sample": sample_cases,
     "filter-bounds": filter_cases,
 }
