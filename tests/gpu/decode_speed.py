@@ -30,7 +30,7 @@ PREFILLS = (("fa", 1), ("fa", 64), ("fa", 128), ("fa", 256), ("fi", 16), ("fi", 
 def decode(buffer: torch.Tensor) -> None:
     """A line a variant: microseconds and TB/s of a layer for each batch."""
     usual = decode_attention._WARPS
-    options = decode_attention.DecodeAttention.__init__.__kwdefaults__
+    options = decode_attention.DecodeAttention.__init__.__kwdefaults__ or {}
     for heads in MODELS:
         print(heads, BATCHES)
         for variant in VARIANTS:

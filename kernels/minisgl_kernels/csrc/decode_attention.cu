@@ -290,13 +290,13 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
 
   const uint32_t ring = shared_address(memory) + warp * STAGES * kStageBytes;
 
-  // The copies run ahead of the products, at most into the next chunk. `slot` is of token lane % 16
-  // in the tile that is to be copied next; it is asked for one tile before it is needed.
+  // The copies run ahead of the products, at most into the next chunk. `slot` is of token `lane` of
+  // two tiles, of which `half` is to be copied next; it is asked for one tile before it is needed.
   Chunk copied = chunk;
   int copied_number = number, copied_head = head;
   Request ahead = chunk.request, following = load(in.requests + chunk.index + 1);
   int ahead_index = chunk.index, ahead_end = ahead.end(), next = chunk.start;
-  int ticket = spare;
+  int half = 0, ticket = spare;
   const auto draw = [&]() {
     if (lane == 0) ticket = atomicAdd(in.tickets, 1);
   };
@@ -324,7 +324,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
       // one entry stands after the last request, and is asked for at most
       if (ahead_end < copied.end) following = load(in.requests + ++ahead_index + 1);
     }
-    const int token = min((next - ahead.first) * kTile + lane % kTile, ahead.tokens - 1);
+    const int token = min((next - ahead.first) * kTile + lane, ahead.tokens - 1);
     return __ldcg(in.page_table + ahead.row * in.columns + token);
   };
   int slot = slot_of_next();
@@ -335,13 +335,14 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
         const int row = i * (32 / kPieces) + lane / kPieces;
-        const int64_t from = __shfl_sync(kAll, slot, row) * in.slot_bytes + at;
+        const int64_t from = __shfl_sync(kAll, slot, half * kTile + row) * in.slot_bytes + at;
         const uint32_t to = keys + row * kRowBytes + ((piece ^ (row & 7)) * 16);
         copy_async<kRowBytes>(to, in.k + from);
         copy_async<kRowBytes>(to + kTileBytes, in.v + from);
       }
       ++next;
-      slot = slot_of_next();
+      half = half == 0 && next != copied.end && next != ahead_end;
+      if (half == 0) slot = slot_of_next();
     }
     end_group();
   };
