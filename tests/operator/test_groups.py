@@ -333,8 +333,9 @@ def test_h57_a_pod_without_a_place_is_told_in_the_words_of_the_scheduler(stage: 
         node.ranks = 0
     stage.apply()
     stage.wait_degraded("InsufficientCapacity", "0/2 nodes are available: no room for ranks")
-    ready = stage.qwen.condition("Ready")
-    assert ready["reason"] == "InsufficientCapacity" and "qwen-g0-1-0" in ready["message"]
+    # Until its pod is ready the gateway comes first.
+    stage.qwen.wait(lambda: stage.qwen.condition("Ready")["reason"] == "InsufficientCapacity")
+    assert "qwen-g0-1-0" in stage.qwen.condition("Ready")["message"]
 
 
 def test_h57_a_pod_that_is_gated_is_told(stage: Stage) -> None:

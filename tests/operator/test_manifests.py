@@ -1,7 +1,6 @@
 """The API server takes every child as it is, and reads it as it was meant."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -11,9 +10,6 @@ from minisgl_operator.observed import Manifest
 from tests.cluster.apiserver import ApiServer
 from tests.cluster.kubectl import KubectlError
 from tests.unit.operator.cases import CASES, all_of, observe
-
-CRD = Path(__file__).parents[2] / "helm/minisglang/templates/crd.yaml"
-
 
 pytestmark = pytest.mark.usefixtures("foreign_types")
 
@@ -51,11 +47,9 @@ def test_the_server_takes_every_child_and_a_second_time_changes_nothing(
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_types_have_the_defaults_of_the_schema(
-    api_server: ApiServer, namespace: str, case: str
+    installed: ApiServer, namespace: str, case: str
 ) -> None:
-    kubectl = api_server.kubectl
-    kubectl.apply(CRD)
-    kubectl("wait", "--for=condition=Established", "-f", str(CRD))
+    kubectl = installed.kubectl
     metadata = {"name": "qwen", "namespace": namespace}
     written = {"apiVersion": api.API_VERSION, "kind": api.KIND, "metadata": metadata}
     kubectl.apply({**written, "spec": CASES[case]})
