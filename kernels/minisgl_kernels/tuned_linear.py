@@ -182,10 +182,11 @@ def tuned_linear(
     x: torch.Tensor, weight: torch.Tensor, *, residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """`x @ weight.T` [M, N] for x [M, K] and weight [N, K], both contiguous and of one 2-byte type.
+    """`x @ weight.T` [M, N] for x [M, K] and weight [N, K], contiguous and of one 2-byte type.
 
-    Data starts at multiples of 16 bytes. `residual` [M, N] is added, in place, and returned. Raises `KernelUnavailable`. The first call
-    with a shape takes some milliseconds, and should not be in a capture.
+    Data starts at multiples of 16 bytes. `residual` [M, N] is added, in place, and returned. Raises
+    `KernelUnavailable`. The first call with a shape measures for some milliseconds, unless a CUDA
+    graph is being captured: then it takes the library's own choice.
     """
     if x.dtype not in _TYPES:
         raise KernelUnavailable(f"tuned_linear has no product of {x.dtype}")
