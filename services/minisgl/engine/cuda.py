@@ -30,6 +30,7 @@ from minisgl.engine.staging import Array, Layout, Staging
 from minisgl.engine.step import StepInput, StepOutput, TableWrites
 from minisgl.engine.step_arrays import (
     Fields,
+    fill_limits,
     fill_requests,
     fill_tokens,
     padded_lens,
@@ -38,6 +39,7 @@ from minisgl.engine.step_arrays import (
 )
 from minisgl_kernels.build import KernelUnavailable
 from minisgl_kernels.decode_inputs import decode_inputs_function
+from minisgl_kernels.filter_bounds import filter_bounds_function
 from minisgl_kernels.sample import sample_function
 
 _log = logging.getLogger(__name__)
@@ -61,7 +63,8 @@ class _Graph:
     graph: torch.cuda.CUDAGraph
     layout: Layout
     batch: ForwardBatch
-    output_index: torch.Tensor
+    at: dict[str, torch.Tensor]
+    """Its arrays."""
     logits: torch.Tensor
     drawn: torch.Tensor | None
     """The tokens. None: sampling is no part of the graph."""
@@ -99,6 +102,7 @@ class CudaRunner:
         self._pool: Any = None
         self._logits: torch.Tensor | None = None
         self._sample_kernel, self._inputs_kernel = sample_function(), decode_inputs_function()
+        self._bounds_kernel = filter_bounds_function()
         self._try_kernels()
 
     def _try_kernels(self) -> None:
@@ -111,6 +115,13 @@ class CudaRunner:
         except KernelUnavailable as error:
             _log.warning("sampling runs in torch: %s", error)
             self._sample_kernel = None
+        try:
+            if self._bounds_kernel is not None:
+                logits = torch.zeros((1, self._vocab_size), dtype=self._dtype, device=self._device)
+                self._bounds_kernel(logits, ones.float(), ones.long(), ones.double(), ones.double())
+        except KernelUnavailable as error:
+            _log.warning("filters run in torch: %s", error)
+            self._bounds_kernel = None
         try:
             if self._inputs_kernel is not None:
                 tables, out = self.parts.tables, (ones.clone(), ones.clone(), ones.clone())
@@ -129,20 +140,23 @@ class CudaRunner:
         with torch.cuda.stream(self._stream):
             count, table = len(step.rows), self.parts.sampler.table
             union = int(np.bitwise_or.reduce(table.needs[step.rows], initial=0))
-            plain = not union & ~table_.SAMPLED and self._sample_kernel is not None
+            limits = bool(union & table_.LIMITS)
+            plain = not union & ~(table_.SAMPLED | table_.LIMITS)
+            plain &= self._sample_kernel is not None
+            plain &= not limits or self._bounds_kernel is not None
             graph = self._graph_for(step)
             if graph is not None:
-                self._replay(graph, step)
-                if plain and graph.drawn is not None:
-                    return self.results.queue(graph.drawn, count, None)
-                logits, index = graph.logits[:count], graph.output_index[:count]
+                self._replay(graph, step, limits)
+                logits, at, drawn = graph.logits, graph.at, graph.drawn
             else:
-                logits, tensors = self._launch(step)
-                if plain:
-                    return self.results.queue(self._draw(logits, tensors), count, None)
-                index = tensors["output_index"]
-            tokens, logprobs = self._sample(logits, step, index)
-            return self.results.queue(tokens, count, logprobs)
+                logits, at = self._launch(step, limits)
+                drawn = None
+            if not plain:
+                tokens, logprobs = self._sample(logits[:count], step, at["output_index"][:count])
+                return self.results.queue(tokens, count, logprobs)
+            if drawn is None or limits:
+                drawn = self._draw(logits, at, limits)
+            return self.results.queue(drawn, count, None)
 
     # --- steps ---------------------------------------------------------------------------------
 
@@ -155,20 +169,22 @@ class CudaRunner:
         size = size_for(self._prompt_sizes, len(step.positions))
         return None if size is None or count >= PROMPT_REQUESTS else self._prompts[size]
 
-    def _launch(self, step: StepInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _launch(
+        self, step: StepInput, limits: bool
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Queue an eager step: its logits, and its arrays on the device."""
         count, parts = len(step.rows), self.parts
         layout = Layout(request_fields(count) + token_fields(count, len(step.positions)))
-        self._stage(step, layout, tokens=True)
+        self._stage(step, layout, tokens=True, limits=limits)
         at = layout.tensors(self._staging.block)
         batch = self._batch(at, self._gathered(at), step.cached_lens, step.device_lens)
         batch.is_decode = step.is_decode
         parts.attention.prepare_metadata(batch)
         return parts.model.forward(batch, parts.attention, parts.pool), at
 
-    def _replay(self, graph: _Graph, step: StepInput) -> None:
+    def _replay(self, graph: _Graph, step: StepInput, limits: bool) -> None:
         """Queue a step by its graph."""
-        self._stage(step, graph.layout, tokens=not graph.batch.is_decode)
+        self._stage(step, graph.layout, tokens=not graph.batch.is_decode, limits=limits)
         batch = graph.batch
         if batch.is_decode:
             lens = np.ones(graph.requests, np.int32)
@@ -199,11 +215,17 @@ class CudaRunner:
             cu_seqlens_q=at["cu_seqlens_q"],
         )
 
-    def _draw(self, logits: torch.Tensor, at: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Greedy and temperature rows by one kernel, which also writes to the token pool."""
+    def _draw(
+        self, logits: torch.Tensor, at: dict[str, torch.Tensor], limits: bool = False
+    ) -> torch.Tensor:
+        """Greedy rows and draws, by one kernel or two, which also write to the token pool."""
+        least = last = None
+        if limits and self._bounds_kernel is not None:
+            columns = at["top_k"], at["top_p"], at["min_p"]
+            least, last = self._bounds_kernel(logits, at["temperature"], *columns)
         assert self._sample_kernel is not None
         return self._sample_kernel(
-            logits, at["temperature"], at["seeds"], at["output_pos"], at["greedy"],
+            logits, at["temperature"], at["seeds"], at["output_pos"], at["greedy"], least, last,
             token_pool=self.parts.tables.flat_tokens, output_index=at["output_index"],
         )  # fmt: skip
 
@@ -220,7 +242,9 @@ class CudaRunner:
 
     # --- arrays --------------------------------------------------------------------------------
 
-    def _stage(self, step: StepInput, layout: Layout, *, tokens: bool) -> None:
+    def _stage(
+        self, step: StepInput, layout: Layout, *, tokens: bool, limits: bool = False
+    ) -> None:
         """Queue the copy of a step's arrays, and its table writes behind it."""
         writes = step.slot_writes or _NO_WRITES, step.token_writes or _NO_WRITES
         if layout.end + _WRITE_BYTES * sum(len(w.index) for w in writes) + 256 > self._staging.size:
@@ -231,6 +255,8 @@ class CudaRunner:
         fill_requests(arrays, step, self.parts.sampler.table, tables)
         if tokens:
             fill_tokens(arrays, step, tables)
+        if limits:
+            fill_limits(arrays, step, self.parts.sampler.table)
         self._send(number, block, layout.end, writes)
 
     def _write_in_pieces(self, writes: tuple[TableWrites, TableWrites]) -> None:
@@ -358,9 +384,7 @@ class CudaRunner:
             drawn = compute()
         finally:
             graph.capture_end()
-        return _Graph(
-            count, len(batch.input_ids), graph, layout, batch, at["output_index"], logits, drawn
-        )
+        return _Graph(count, len(batch.input_ids), graph, layout, batch, at, logits, drawn)
 
     def _decode_inputs(
         self, rows: torch.Tensor, lens: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor,

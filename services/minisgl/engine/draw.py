@@ -3,6 +3,7 @@
 What is drawn is defined in `philox`; here are the fast way on a CPU and the reference.
 """
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from minisgl.engine import philox
 from minisgl.engine.filters import ROWS_AT_ONCE, Ranks, bounds
 from minisgl_kernels.build import KernelUnavailable
+from minisgl_kernels.filter_bounds import filter_bounds_function
 from minisgl_kernels.sample import sample_function
 from minisgl_kernels.sampling import gumbel_draw_function
 
@@ -87,8 +89,7 @@ def _draw_on_cuda(logits: Tensor, largest: Tensor, batch: DrawBatch) -> Tensor:
         return draw_reference(logits, largest, batch)
     least = last = None
     if batch.limits:
-        y = _shifted(logits, largest, batch.temperature)
-        least, last = bounds(y, batch.top_k, batch.top_p, batch.min_p, batch.ranks)
+        least, last = _bounds_on_cuda(logits, largest, batch)
     greedy = torch.zeros_like(largest, dtype=torch.uint8)
     try:
         tokens: Tensor = kernel(
@@ -97,6 +98,14 @@ def _draw_on_cuda(logits: Tensor, largest: Tensor, batch: DrawBatch) -> Tensor:
     except KernelUnavailable:  # of this vocabulary
         return draw_reference(logits, largest, batch)
     return tokens.long()
+
+
+def _bounds_on_cuda(logits: Tensor, largest: Tensor, batch: DrawBatch) -> tuple[Tensor, Tensor]:
+    if (kernel := filter_bounds_function()) is not None:
+        with contextlib.suppress(KernelUnavailable):  # of this vocabulary
+            return kernel(logits, batch.temperature, batch.top_k, batch.top_p, batch.min_p)
+    y = _shifted(logits, largest, batch.temperature)
+    return bounds(y, batch.top_k, batch.top_p, batch.min_p, batch.ranks)
 
 
 def draw_reference(logits: Tensor, largest: Tensor, batch: DrawBatch) -> Tensor:

@@ -160,8 +160,7 @@ class Sampler:
             rows, positions, needs = rows[places], positions[places], needs[places]
         top_k = top_p = min_p = ranks = None
         k = np.where(needs & table_.TOP_K, table.top_k[rows], self._vocab_size)
-        # One limit that lets everything pass, above the width of any padded row of logits.
-        k = np.where(k < self._vocab_size, k, np.iinfo(np.int32).max)
+        k = np.where(k < self._vocab_size, k, table_.NO_TOP_K)
         if union & table_.TOP_K:
             top_k = self._upload(k)
         if union & table_.TOP_P:

@@ -17,6 +17,9 @@ MIN_P = 8
 PENALTY = 16
 BIAS = 32
 LOGPROBS = 64
+LIMITS = TOP_K | TOP_P | MIN_P
+NO_TOP_K = 2**31 - 1
+"""One limit that lets everything pass, above the width of any row of logits."""
 
 MIN_TEMPERATURE = 1e-6
 MIN_TOP_P = 1e-6

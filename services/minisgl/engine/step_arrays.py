@@ -20,6 +20,7 @@ def request_fields(count: int) -> Fields:
         ("seeds", np.int64, count), ("output_pos", np.int64, count),
         ("output_index", np.int64, count), ("rows", np.int32, count), ("lens", np.int32, count),
         ("temperature", np.float32, count), ("greedy", np.uint8, count),
+        ("top_k", np.int64, count), ("top_p", np.float64, count), ("min_p", np.float64, count),
     ]  # fmt: skip
 
 
@@ -45,6 +46,18 @@ def fill_requests(
     arrays["temperature"][:n], arrays["temperature"][n:] = table.temperature[rows], 1
     arrays["greedy"][:n] = table.needs[rows] & table_.SAMPLED == 0
     arrays["greedy"][n:] = 1
+
+
+def fill_limits(arrays: dict[str, Array], step: StepInput, table: table_.SamplingTable) -> None:
+    """Write what the requests of a step limit their draws by; the others have no limit."""
+    n, rows = len(step.rows), step.rows
+    needs = table.needs[rows]
+    arrays["top_k"].fill(table_.NO_TOP_K)
+    arrays["top_k"][:n] = np.where(needs & table_.TOP_K, table.top_k[rows], table_.NO_TOP_K)
+    arrays["top_p"].fill(1.0)
+    arrays["top_p"][:n] = np.where(needs & table_.TOP_P, table.top_p[rows], 1.0)
+    arrays["min_p"].fill(0.0)
+    arrays["min_p"][:n] = np.where(needs & table_.MIN_P, table.min_p[rows], 0.0)
 
 
 def fill_tokens(arrays: dict[str, Array], step: StepInput, tables: Tables) -> None:
