@@ -20,11 +20,15 @@ DEFAULT_MODEL = ROOT / ".models" / "SmolLM2-135M-Instruct"
 PROGRAMS = {"nginx": "nginx", "redis": "redis-server"}
 
 
+@pytest.hookimpl(tryfirst=True)  # before marks are selected by
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip, with what to install, the tests marked with a program that this machine lacks."""
     missing = {mark: name for mark, name in PROGRAMS.items() if shutil.which(name) is None}
     gpu = Path("/proc/driver/nvidia/version").exists()
     for item in items:
+        tier = item.path.relative_to(ROOT / "tests").parts[0]
+        if tier in ("cluster", "gpu") or item.get_closest_marker("soak"):
+            item.add_marker("alone")
         for mark, name in missing.items():
             if item.get_closest_marker(mark):
                 item.add_marker(pytest.mark.skip(reason=f"needs {name}: apt-get install {name}"))

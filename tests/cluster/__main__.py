@@ -2,6 +2,7 @@
 
 `up` prints three lines that a shell can export: KUBECONFIG, PATH (with kubectl and helm) and
 INGRESS. It builds the programs and images that are missing, which takes long the first time.
+`images` builds the images alone and starts nothing: a start after it has them at once.
 """
 
 import argparse
@@ -41,6 +42,15 @@ def up(nodes: int, quick_loss: bool) -> None:
     print(f"INGRESS={cluster.ingress}")
 
 
+def images() -> None:
+    """Build all images that have changed."""
+    cluster = Cluster()
+    try:
+        cluster.prepare(*TARGETS)
+    finally:
+        cluster.stop()
+
+
 def main() -> int:
     """Exit code 1, with the reason in one line, if this machine cannot do it."""
     parser = argparse.ArgumentParser(prog="tests.cluster", description=__doc__)
@@ -50,11 +60,14 @@ def main() -> int:
     start.add_argument(
         "--quick-loss", action="store_true", help="find the loss of a node in 6 s instead of 50"
     )
+    commands.add_parser("images", help="build what its nodes get, and start nothing")
     commands.add_parser("down", help="end it and remove all that it left")
     arguments = parser.parse_args()
     try:
         if arguments.command == "up":
             up(arguments.nodes, arguments.quick_loss)
+        elif arguments.command == "images":
+            images()
         else:
             remove()
             say(f"nothing is left, {folder()} is gone")

@@ -205,6 +205,11 @@ class Cluster:
             self._store.add(images)
         return [image.name for image in images]
 
+    def prepare(self, *targets: str) -> None:
+        """Build all images that nodes get, so that the next start finds them."""
+        self.load(*targets)
+        self._store.add(self._own_images())
+
     def claim_models(self, namespace: str) -> None:
         """Give another namespace its claim `models`."""
         self.kubectl.apply(*addons.model_claim(namespace))

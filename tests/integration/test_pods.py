@@ -16,7 +16,7 @@ from tests.tiny import build_tiny
 from tests.unit.operator.cases import child, main_container, rank_set
 from tests.unit.operator.container import Container
 
-pytestmark = [pytest.mark.redis, pytest.mark.slow]
+pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.alone]
 
 PASSWORD, KEY = "of-redis", "of-a-client"
 SPEC = {

@@ -40,7 +40,7 @@ from tests.redis_server import (
 from tests.support import metrics, wait_until
 from tests.tiny import build_tiny
 
-pytestmark = [pytest.mark.redis, pytest.mark.slow]
+pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.alone]
 
 TOKENS = 400
 QUEUED = 16

@@ -15,7 +15,7 @@ from openai.types.chat import ChatCompletionMessageParam
 from minisgl.bench.server import Server, choose_port
 from tests.support import metrics, wait_until
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.alone]
 
 ASK: list[ChatCompletionMessageParam] = [
     {"role": "user", "content": "Name three rivers and say one sentence about each."}
