@@ -192,13 +192,20 @@ HEADS = [
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize(("dim", "dtype", "normalised"), HEADS)
 def test_qk_rope_store_agrees_with_the_reference_in_float32(dim, normalised, dtype, index):
-    for tokens, hq, hkv in ((0, 2, 1), (1, 16, 8), (5, 3, 1), (33, 9, 3), (129, 5, 1)):
+    for tokens, hq, hkv in (
+        (0, 2, 1),
+        (1, 16, 8),
+        (5, 3, 1),
+        (33, 9, 3),
+        (129, 5, 1),
+        (1100, 3, 2),
+    ):
         qkv = randn(tokens, (hq + 2 * hkv) * dim, dtype=dtype)
         q_weight, k_weight = (randn(2, dim, dtype=dtype) + 1) if normalised else (None, None)
         table = cos_sin_table(5000, dim, 1.2)
         positions = torch.randint(0, 5000, (tokens,), device=DEVICE, dtype=index)
-        out_loc = torch.randperm(300, device=DEVICE)[:tokens].to(index)
-        slots = randn(2, 300, hkv, dim, dtype=dtype)
+        out_loc = torch.randperm(1200, device=DEVICE)[:tokens].to(index)
+        slots = randn(2, 1200, hkv, dim, dtype=dtype)
         expected = slots.clone()
         arguments = (qkv, q_weight, k_weight, 1e-6, table, positions, out_loc)
         before = qkv.clone()

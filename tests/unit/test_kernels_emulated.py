@@ -89,15 +89,18 @@ def test_norms(hidden, dtype):
     assert torch.equal(residual, expected_residual)
 
 
-@pytest.mark.parametrize(("dim", "normalised"), [(64, False), (80, True), (128, True), (256, True)])
-def test_qk_rope_store(dim, normalised):
-    hq, hkv, tokens = 3, 2, 5
+@pytest.mark.parametrize(
+    ("dim", "normalised", "tokens"),
+    [(64, False, 5), (80, True, 5), (128, True, 5), (256, True, 5), (64, True, 1030)],
+)
+def test_qk_rope_store(dim, normalised, tokens):
+    hq, hkv = 3, 2
     qkv = torch.randn(tokens, (hq + 2 * hkv) * dim).to(BF16)
     weights = (torch.randn(2, dim) + 1).to(BF16) if normalised else (None, None)
     table = torch.randn(40, dim)
     positions = torch.randint(0, 40, (tokens,), dtype=torch.int32)
-    out_loc = torch.randperm(9)[:tokens].int()
-    slots = torch.randn(2, 9, hkv, dim).to(BF16)
+    out_loc = torch.randperm(tokens + 4)[:tokens].int()
+    slots = torch.randn(2, tokens + 4, hkv, dim).to(BF16)
     expected = slots.clone()
     before = (qkv, *weights, 1e-6, table, positions, out_loc)
     q = qk_rope_store.qk_rope_store(*before, slots[0], slots[1], hq, hkv)
