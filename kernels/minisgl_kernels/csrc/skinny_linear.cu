@@ -58,7 +58,8 @@ template <int TT, int R>
 __global__ void __launch_bounds__(kMaxWarps * 32)
     skinny_linear(T* out, const T* x, const T* w, const T* norm_weight, const T* bias, float eps,
                   int tokens, int rows, int k) {
-  constexpr int kUnroll = 8 / R;          // products of 32 k that are under way at once
+  constexpr int kUnroll = 8 / R;          // products of 32 k whose weights are under way at once
+  constexpr int kBatch = 8 / TT < kUnroll ? 8 / TT : kUnroll;  // and those whose tokens are
   constexpr int kTiles = (TT + 1) / 2;    // of 16 tokens
   constexpr int kParts = TT == 1 ? 2 : 4;  // of the accumulators that are in use
   __shared__ float sums[kMaxWarps][kTiles * R * kParts][32];
@@ -103,38 +104,47 @@ __global__ void __launch_bounds__(kMaxWarps * 32)
     }
     if (first + kUnroll * warps < columns) fetch(first + kUnroll * warps);
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int column = first + u * warps;
-      if (column >= columns) break;
-      const int at = column * 32 + quad * 8;
-      uint4 mine[TT];
+    for (int batch = 0; batch < kUnroll; batch += kBatch) {
+      // All loads of a batch before the first use: one after the other they would take its time
+      // for each. No branch stands between them, and what lies behind the end is zero.
+      uint4 mine[kBatch][TT], scales[kBatch];
 #pragma unroll
-      for (int t = 0; t < TT; ++t) {
-        const int token = t * 8 + group;
-        mine[t] = token < tokens
-                      ? *reinterpret_cast<const uint4*>(x + static_cast<int64_t>(token) * k + at)
-                      : none;
-      }
-      if (NORM) {
-        const uint4 scales = *reinterpret_cast<const uint4*>(norm_weight + at);
+      for (int u = 0; u < kBatch; ++u) {
+        const int column = first + (batch + u) * warps, at = column * 32 + quad * 8;
+        const bool inside = column < columns;
 #pragma unroll
         for (int t = 0; t < TT; ++t) {
-          // What a thread holds of 8 tokens is the same whether they are rows or columns.
-          const uint32_t a0[4] = {mine[t].x, 0, mine[t].y, 0}, a1[4] = {mine[t].z, 0, mine[t].w, 0};
-          product<T>(squares[t], a0, mine[t].x, mine[t].y);
-          product<T>(squares[t], a1, mine[t].z, mine[t].w);
-          mine[t] = scaled(mine[t], scales);
+          const int token = t * 8 + group;
+          const T* place = x + static_cast<int64_t>(token) * k + at;
+          mine[u][t] =
+              inside && token < tokens ? *reinterpret_cast<const uint4*>(place) : none;
         }
+        if (NORM) scales[u] = inside ? *reinterpret_cast<const uint4*>(norm_weight + at) : none;
       }
 #pragma unroll
-      for (int m = 0; m < kTiles; ++m) {
-        const uint4 low = mine[2 * m], high = 2 * m + 1 < TT ? mine[(2 * m + 1) % TT] : none;
-        const uint32_t a0[4] = {low.x, high.x, low.y, high.y};
-        const uint32_t a1[4] = {low.z, high.z, low.w, high.w};
+      for (int u = 0; u < kBatch; ++u) {
+        uint4(&now)[TT] = mine[u];
+        if (NORM) {
 #pragma unroll
-        for (int r = 0; r < R; ++r) {
-          product<T>(sum[m][r], a0, weights[r][u].x, weights[r][u].y);
-          product<T>(sum[m][r], a1, weights[r][u].z, weights[r][u].w);
+          for (int t = 0; t < TT; ++t) {
+            // What a thread holds of 8 tokens is the same whether they are rows or columns.
+            const uint32_t a0[4] = {now[t].x, 0, now[t].y, 0}, a1[4] = {now[t].z, 0, now[t].w, 0};
+            product<T>(squares[t], a0, now[t].x, now[t].y);
+            product<T>(squares[t], a1, now[t].z, now[t].w);
+            now[t] = scaled(now[t], scales[u]);
+          }
+        }
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m) {
+          const uint4 low = now[2 * m], high = 2 * m + 1 < TT ? now[(2 * m + 1) % TT] : none;
+          const uint32_t a0[4] = {low.x, high.x, low.y, high.y};
+          const uint32_t a1[4] = {low.z, high.z, low.w, high.w};
+#pragma unroll
+          for (int r = 0; r < R; ++r) {
+            const uint4& part = weights[r][batch + u];
+            product<T>(sum[m][r], a0, part.x, part.y);
+            product<T>(sum[m][r], a1, part.z, part.w);
+          }
         }
       }
     }
