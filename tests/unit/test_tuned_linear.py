@@ -16,7 +16,7 @@ class Library:
 
     def __init__(self, count=4, fastest=2):
         self.count, self.fastest = count, fastest
-        self.ran, self.clock, self.status = [], 0.0, 0
+        self.ran, self.clock, self.status, self.refused = [], 0.0, 0, None
 
     def __getattr__(self, name):
         def call(*arguments):
@@ -26,6 +26,8 @@ class Library:
                 arguments[-1]._obj.value = self.count
             if name == "cublasLtMatmul":
                 algorithm = arguments[12]._obj[0]
+                if algorithm == self.refused:
+                    return 15
                 beta = arguments[7]._obj.value
                 self.ran.append((algorithm, beta))
                 self.clock += 1.0 if algorithm == self.fastest else 2.0 + algorithm
@@ -72,6 +74,12 @@ def test_the_fastest_algorithm_is_found_once_and_then_used(library):
     assert library.ran[-1] == (2, 0.0)
     lt.linear(x, weight, None, out)
     assert library.ran[measured:] == [(2, 0.0)]
+
+
+def test_an_algorithm_that_does_not_take_the_operands_is_passed_over(library):
+    library.refused = library.fastest
+    CublasLt(torch.device("cpu")).linear(*operands()[:2], None, operands()[2])
+    assert library.ran[-1] == (0, 0.0)
 
 
 def test_a_residual_is_an_operand_of_a_plan_of_its_own(library):
