@@ -163,7 +163,7 @@ def _device_timings(name: str, ceiling: float, seconds: float) -> Iterator[Timin
         sets = argument_sets(case)
         took = time_on_device(case.kernel, sets, seconds)
         reference = time_on_device(
-            case.reference, sets if case.capturable else sets[:2], seconds, graph=case.capturable
+            case.reference, sets if case.capturable else sets[:1], seconds, graph=case.capturable
         )
         rate = case.moved_bytes / took
         yield Timing(name, case.size, took, reference, rate, rate / ceiling)
