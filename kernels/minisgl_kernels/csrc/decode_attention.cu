@@ -1,7 +1,7 @@
 // Attention of decode steps: one new token a request over its paged keys and values.
 //
 // Reading keys and values is the work, so it is what is shared out: the tiles of 16 tokens of all
-// requests stand on one axis, cut into chunks, and a warp computes a chunk for one KV head. Warps of
+// requests stand on one axis, cut into chunks; a warp computes a chunk for one KV head. Warps of
 // one chunk are neighbours, so that the heads of a token, which lie together in memory, are read at
 // about the same time. Each warp has an equal chunk of its own; of much work, the last part is cut
 // into smaller ones that go to whoever is done, because not all SMs are equally far from memory. A
@@ -229,10 +229,11 @@ __device__ void combine(const Inputs& in, int index, int chunks, int head, int l
     for (int g = 0; g < GROUP; ++g) {
       float2 stat = {-INFINITY, 0.f};
       if (lane < here) stat = __ldcg(in.stats + at(base + lane) + g);
-      float best = stat.x;
+      float best = fmaxf(stat.x, top[g]);
 #pragma unroll
-      for (int step = 16; step > 0; step /= 2) best = fmaxf(best, __shfl_xor_sync(kAll, best, step));
-      best = fmaxf(best, top[g]);
+      for (int step = 1; step < 32; step *= 2) {
+        best = fmaxf(best, __shfl_xor_sync(kAll, best, step));
+      }
       const float rescale = exp2_fast(top[g] - best);
       weight[g] = exp2_fast(stat.x - best);
       sum[g] = sum[g] * rescale + group_sum<32>(weight[g] * stat.y);
@@ -450,7 +451,9 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         if (g < GROUP) {
           Elem* to = in.out + (row + g) * HEAD_DIM + lane / 4 + j / 2 * 8;
 #pragma unroll
-          for (int i = 0; i < kSteps; ++i) to[16 * i] = from_float<Elem>(out[i][j] * inverse[j % 2]);
+          for (int i = 0; i < kSteps; ++i) {
+            to[16 * i] = from_float<Elem>(out[i][j] * inverse[j % 2]);
+          }
         }
       }
     } else {
