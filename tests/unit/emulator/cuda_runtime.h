@@ -275,6 +275,7 @@ using cudaStream_t = void*;
 enum cudaError_t { cudaSuccess };
 enum { cudaLaunchAttributeProgrammaticStreamSerialization };
 enum { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum { cudaDevAttrMultiProcessorCount };
 struct cudaLaunchAttribute {
   int id;
   struct { int programmaticStreamSerializationAllowed; } val;
@@ -291,6 +292,14 @@ inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline const char* cudaGetErrorString(cudaError_t) { return ""; }
 template <class Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel, int, int) { return cudaSuccess; }
+
+template <class Kernel>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel, int threads, size_t) {
+  *blocks = 1024 / threads;
+  return cudaSuccess;
+}
+inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+inline cudaError_t cudaDeviceGetAttribute(int* value, int, int) { return *value = 2, cudaSuccess; }
 
 template <class... P>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(P...), P... args) {
