@@ -1,19 +1,16 @@
-"""The test cluster does what clusters do, loses a node as they do, and leaves nothing behind."""
+"""The test cluster does what clusters do."""
 
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.cluster import cgroups
-from tests.cluster.cluster import Cluster, folder, missing
-from tests.cluster.conftest import Clusters
+from tests.cluster.cluster import Cluster
 from tests.cluster.kubectl import Kubectl
 from tests.cluster.programs import Unavailable
 from tests.support import wait_until
@@ -51,9 +48,9 @@ def is_ready(kubectl: Kubectl, pod: str) -> bool:
     return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
 
 
-@pytest.fixture
-def pods(cluster: Cluster) -> Iterator[list[str]]:
-    """A backend on each node, and a Service of both."""
+@contextmanager
+def backends(cluster: Cluster) -> Iterator[list[str]]:
+    """A backend on each node, and a Service of both; the names of the pods."""
     kubectl = cluster.kubectl
     kubectl.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
     cluster.claim_models(NAMESPACE)
@@ -79,8 +76,10 @@ def pods(cluster: Cluster) -> Iterator[list[str]]:
     kubectl("delete", "ingress,httproute", "--all", f"--namespace={NAMESPACE}")
 
 
-def is_terminating(kubectl: Kubectl, pod: str) -> bool:
-    return "deletionTimestamp" in kubectl.get("pod", pod, f"--namespace={NAMESPACE}")["metadata"]
+@pytest.fixture
+def pods(cluster: Cluster) -> Iterator[list[str]]:
+    with backends(cluster) as names:
+        yield names
 
 
 def addresses(kubectl: Kubectl, pods: list[str]) -> list[str]:
@@ -158,15 +157,15 @@ def test_events_come_through_the_ingress_one_by_one(
     assert answer(cluster.ingress, host) == 404
     route(cluster.kubectl, kind, host)
     wait_until(lambda: answer(cluster.ingress, host) == 200, 30, lambda: "the route is not there")
-    backends = addresses(cluster.kubectl, pods)
+    urls = [f"http://{address}:8000" for address in addresses(cluster.kubectl, pods)]
     seen = []
     with httpx.stream("GET", f"{cluster.ingress}/events", headers={"Host": host}) as response:
         for line in response.iter_lines():
             if line:
                 seen.append(line)
                 # Without this the backend sends no further one.
-                for backend in backends:
-                    httpx.get(f"http://{backend}:8000/next")
+                for url in urls:
+                    httpx.get(f"{url}/next")
     assert seen == [f"data: {number}" for number in range(10)]
 
 
@@ -180,90 +179,6 @@ def test_each_node_serves_the_ingress(cluster: Cluster, pods: list[str]) -> None
         )
 
 
-def test_a_node_without_power_is_not_ready_and_comes_back(
-    cluster: Cluster, pods: list[str]
-) -> None:
-    kubectl, lost = cluster.kubectl, cluster.nodes[1]
-    url = f"http://{addresses(kubectl, pods)[1]}:8000"
-    assert answer(url, "pod") == 200
-    lost.power_cut()
-    assert answer(url, "pod") == 0
-    kubectl.wait_for("n2 is lost", lambda: not cluster.is_ready("n2"), 60, "nodes")
-    kubectl.wait_for(
-        "the pod on it is to be deleted",
-        lambda: is_terminating(kubectl, pods[1]),
-        60,
-        "pods -A",
-    )
-    lost.power_on()
-    cluster.wait_until_ready()
-
-
-def test_pods_outlive_kubelet_and_containerd(cluster: Cluster, pods: list[str]) -> None:
-    kubectl, hurt = cluster.kubectl, cluster.nodes[1]
-    url = f"http://{addresses(kubectl, pods)[1]}:8000"
-    hurt.kill_agents()
-    kubectl.wait_for("n2 is lost", lambda: not cluster.is_ready("n2"), 60, "nodes")
-    assert answer(url, "pod") == 200
-    hurt.start_agents()
-    cluster.wait_until_ready()
-
-
 def test_a_second_cluster_is_refused_with_the_way_out(cluster: Cluster) -> None:
     with pytest.raises(Unavailable, match="make cluster-down"):
         Cluster()
-
-
-def leftovers() -> dict[str, set[str]]:
-    """What a cluster could leave in the kernel and on this machine."""
-    mounts = Path("/proc/self/mounts").read_text().splitlines()
-    links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True)
-    routes = subprocess.run(["ip", "route"], capture_output=True, text=True, check=True)
-    return {
-        "mounts": set(mounts),
-        "links": {line.split(":")[1] for line in links.stdout.splitlines()},
-        "routes": set(routes.stdout.splitlines()),
-        "control groups": {
-            str(path) for root, _ in cgroups.hierarchies() for path in root.glob("msgl-*")
-        },
-        "hosts": set(Path("/etc/hosts").read_text().splitlines()),
-        "places": {
-            path
-            for path in ("/run/netns", "/run/containerd", "/var/lib/containerd", "/var/lib/kubelet")
-            if Path(path).exists()
-        },
-        "processes": {
-            path.parent.name
-            for path in Path("/proc").glob("[0-9]*/cmdline")
-            if f"{folder()}/".encode() in read(path)
-        },
-    }
-
-
-def read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return b""
-
-
-def test_up_prints_what_to_export_and_down_leaves_nothing(clusters: Clusters) -> None:
-    clusters.stop()
-    before = leftovers()
-    if missing():
-        pytest.skip(f"a cluster needs {', '.join(missing())}")
-    command = [sys.executable, "-m", "tests.cluster"]
-    try:
-        up = subprocess.run([*command, "up", "--nodes=1"], capture_output=True, text=True)
-        assert up.returncode == 0, up.stderr
-        lines = dict(line.split("=", 1) for line in up.stdout.splitlines())
-        assert list(lines) == ["KUBECONFIG", "PATH", "INGRESS"]
-        env = {"KUBECONFIG": lines["KUBECONFIG"], "PATH": lines["PATH"], "HOME": "/"}
-        for question in (["kubectl", "get", "nodes"], ["helm", "list"]):
-            subprocess.run(question, env=env, check=True, capture_output=True)
-        # The name resolves, and the ingress knows no such path yet.
-        assert httpx.get(lines["INGRESS"]).status_code == 404
-    finally:
-        subprocess.run([*command, "down"], check=True)
-    assert leftovers() == before
-    assert not before["processes"] | before["control groups"] | before["places"]
