@@ -5,6 +5,7 @@ read them at full speed and to leave no gap between kernels. Each output depends
 to the bit: the sum over k has one order, whatever the number of tokens.
 """
 
+import functools
 import os
 from collections.abc import Callable
 
@@ -22,6 +23,8 @@ TOKENS_ENV = "MINISGL_SKINNY_TOKENS"
 DEFAULT_TOKENS = 32
 MAX_TOKENS = 64
 K_STEP = 32
+_BLOCKS = {(1, 4): 5, (1, 8): 2, (2, 4): 4, (2, 8): 2}
+"""By 8 rows of W and warps of a block: blocks of up to 8 tokens that a multiprocessor holds."""
 _STORE, _ADD, _SILU = range(3)
 
 
@@ -85,8 +88,25 @@ def skinny_linear(
     elif out is None:
         out = x.new_empty((tokens, rows // 2 if silu else rows))
     kernel = _family[x.dtype, norm is not None, mode]
-    kernel(out, x, weight, norm, bias, eps)
+    wide, warps = shape_of_blocks(rows, silu)
+    kernel(out, x, weight, norm, bias, eps, wide, warps)
     return out
+
+
+@functools.cache
+def shape_of_blocks(rows: int, silu: bool) -> tuple[int, int]:
+    """(Whether a block has 16 rows of W rather than 8, its warps): so that the last wave of blocks
+    is as full as can be. Not by the number of tokens, as the order of sums follows from it."""
+    processors = 132
+    if torch.cuda.is_available():
+        processors = torch.cuda.get_device_properties().multi_processor_count
+
+    def filled(shape: tuple[int, int]) -> tuple[float, int]:
+        blocks, slots = -(-rows // (8 * shape[0])), _BLOCKS[shape] * processors
+        return round(blocks / (-(-blocks // slots) * slots), 2), shape[0] * shape[1]
+
+    wide, warps = max((s for s in _BLOCKS if s[0] == 2 or not silu), key=filled)
+    return wide - 1, warps
 
 
 def skinny_linear_function() -> SkinnyLinear | None:

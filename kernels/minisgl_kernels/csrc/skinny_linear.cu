@@ -202,68 +202,31 @@ __global__ void __launch_bounds__(kMaxWarps * 32)
   }
 }
 
-int blocks_of(int rows, int r) {
-  const int outputs = MODE == 2 ? 8 : 8 * r, stored = MODE == 2 ? rows / 2 : rows;
-  return (stored + outputs - 1) / outputs;
-}
-
-// The share of the device that works, on average, until the last block has ended: of 1.2 times as
-// many blocks as there is room for, most of the second turn is idle.
 template <int TT, int R>
-float busy(int rows, int warps) {
-  static int room[2] = {};  // of the one device that this process uses
-  int& blocks_at_once = room[warps == kMaxWarps];
-  if (blocks_at_once == 0) {
-    int each = 1, device = 0, processors = 1;
-    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, skinny_linear<TT, R>, warps * 32, 0);
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-    blocks_at_once = each > 0 ? each * processors : 1;
-  }
-  const int blocks = blocks_of(rows, R), turns = (blocks + blocks_at_once - 1) / blocks_at_once;
-  return static_cast<float>(blocks) / (static_cast<float>(turns) * blocks_at_once);
-}
-
-// Not by the number of tokens: warps share K, and the order of a sum is to be the same for all.
-int warps_for(int rows, int k) {
-  if (k <= 1024) return 4;
-#if MODE == 2
-  const float four = busy<1, 2>(rows, 4), eight = busy<1, 2>(rows, 8);
-#else
-  const float four = fmaxf(busy<1, 1>(rows, 4), busy<1, 2>(rows, 4));
-  const float eight = fmaxf(busy<1, 1>(rows, 8), busy<1, 2>(rows, 8));
-#endif
-  return four > 1.03f * eight ? 4 : kMaxWarps;
-}
-
-template <int TT, int R>
-int run(Args args, int warps) {
+int run(Args args) {
   const int tokens = args.size(1, 0), k = args.size(1, 1), rows = args.size(2, 0);
-  return launch(skinny_linear<TT, R>, blocks_of(rows, R), warps * 32, 0,
+  const int outputs = MODE == 2 ? 8 : 8 * R, stored = MODE == 2 ? rows / 2 : rows;
+  const int warps = args.integer(7);
+  return launch(skinny_linear<TT, R>, (stored + outputs - 1) / outputs, warps * 32, 0,
                 args.stream(), args.data<T>(0), args.data<const T>(1), args.data<const T>(2),
                 args.data<const T>(3), args.data<const T>(4), args.number(5), tokens, rows, k);
 }
 
-// With 16 rows a block reads the tokens half as often as with 8, which counts when there are many.
-template <int TT>
-int choose(Args args) {
-  const int rows = args.size(2, 0), warps = warps_for(rows, args.size(1, 1));
-#if MODE == 2
-  return run<TT, 2>(args, warps);
-#else
-  const float cost = TT == 1 ? 0.97f : TT == 2 ? 0.85f : 0.7f;
-  const bool wide = busy<TT, 2>(rows, warps) >= cost * busy<TT, 1>(rows, warps);
-  return wide ? run<TT, 2>(args, warps) : run<TT, 1>(args, warps);
-#endif
-}
-
 }  // namespace
 
-// (out [M, N], x [M, K], w [N, K], norm_weight [K] or None, bias [N] or None, eps)
+// (out [M, N], x [M, K], w [N, K], norm_weight [K] or None, bias [N] or None, eps, wide, warps)
 EXPORT(skinny_linear) {
   const int tokens = args.size(1, 0);
-  if (tokens <= 8) return choose<1>(args);
-  if (tokens <= 16) return choose<2>(args);
-  if (tokens <= 32) return choose<4>(args);
-  return choose<8>(args);
+#if MODE == 2
+  if (tokens <= 8) return run<1, 2>(args);
+  if (tokens <= 16) return run<2, 2>(args);
+  if (tokens <= 32) return run<4, 2>(args);
+  return run<8, 2>(args);
+#else
+  const bool wide = args.integer(6) != 0;
+  if (tokens <= 8) return wide ? run<1, 2>(args) : run<1, 1>(args);
+  if (tokens <= 16) return wide ? run<2, 2>(args) : run<2, 1>(args);
+  if (tokens <= 32) return wide ? run<4, 2>(args) : run<4, 1>(args);
+  return wide ? run<8, 2>(args) : run<8, 1>(args);
+#endif
 }
