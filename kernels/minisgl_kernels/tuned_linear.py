@@ -2,14 +2,17 @@
 
 cuBLAS chooses by a rule, which for the small products of a decode step is often off: few large
 tiles leave most multiprocessors idle. Here the candidates that the library names are timed once for
-each shape, when it is first met outside of a CUDA graph's capture. The sum of a product and a
-residual costs nothing: it is the product's own second operand.
+each shape that is met within `measuring()`, as an engine's warm-up is; shapes that were never
+measured run in torch. The sum of a product and a residual costs nothing: it is the product's own
+second operand.
 """
 
 import ctypes
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +35,7 @@ _TYPES = {torch.float16: 2, torch.bfloat16: 14}
 _TRANSPOSE_A, _OP_T = 3, 1
 _MAX_WORKSPACE = 1
 
+_MEASURING: ContextVar[bool] = ContextVar("measuring", default=False)
 _log = logging.getLogger(__name__)
 
 
@@ -54,7 +58,6 @@ class _Plan:
     out: ctypes.c_void_p = field(default_factory=ctypes.c_void_p)
     candidates: list[_Heuristic] = field(default_factory=list)
     chosen: int = 0
-    timed: bool = False
 
 
 class CublasLt:
@@ -75,15 +78,21 @@ class CublasLt:
         weight: torch.Tensor,
         residual: torch.Tensor | None,
         out: torch.Tensor,
-    ) -> None:
-        """out = x @ weight.T + residual. Raises `KernelUnavailable`."""
+    ) -> bool:
+        """out = x @ weight.T + residual, and True; False if the shape was not measured.
+
+        Raises `KernelUnavailable`.
+        """
         key = (x.shape[0], *weight.shape, x.dtype, residual is not None)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = self._plan(x, weight)
-        if not plan.timed and not torch.cuda.is_current_stream_capturing():
+            if not _MEASURING.get() or torch.cuda.is_current_stream_capturing():
+                return False
+            plan = self._plan(x, weight)
             self._time(plan, x, weight, residual)
+            self._plans[key] = plan
         self._run(plan, plan.chosen, x, weight, residual, out)
+        return True
 
     def _plan(self, x: torch.Tensor, weight: torch.Tensor) -> _Plan:
         tokens, (rows, k), kind = x.shape[0], weight.shape, _TYPES[x.dtype]
@@ -144,7 +153,7 @@ class CublasLt:
                 events[1].record()
                 events[1].synchronize()
                 best[i] = min(best[i], events[0].elapsed_time(events[1]))
-        plan.chosen, plan.timed = min(range(len(best)), key=best.__getitem__), True
+        plan.chosen = min(range(len(best)), key=best.__getitem__)
         _log.debug(
             "product of %s: candidate %d of %d takes %.1f us, the first %.1f",
             _shape(x.shape[0], *weight.shape), plan.chosen, len(best),
@@ -189,8 +198,7 @@ def tuned_linear(
     """`x @ weight.T` [M, N] for x [M, K] and weight [N, K], contiguous and of one 2-byte type.
 
     Data starts at multiples of 16 bytes. `residual` [M, N] is added, in place, and returned. Raises
-    `KernelUnavailable`. The first call with a shape measures for some milliseconds, unless a CUDA
-    graph is being captured: then it takes the library's own choice.
+    `KernelUnavailable`. The first call with a shape within `measuring()` takes some milliseconds.
     """
     if x.dtype not in _TYPES:
         raise KernelUnavailable(f"tuned_linear has no product of {x.dtype}")
@@ -198,8 +206,11 @@ def tuned_linear(
         out = residual
     elif out is None:
         out = x.new_empty((x.shape[0], weight.shape[0]))
-    _cublas_lt(x.device).linear(x, weight, residual, out)
-    return out
+    if _cublas_lt(x.device).linear(x, weight, residual, out):
+        return out
+    if residual is not None:
+        return residual.add_(F.linear(x, weight))
+    return torch.mm(x, weight.t(), out=out)
 
 
 def tuned_linear_reference(
@@ -211,6 +222,16 @@ def tuned_linear_reference(
     if residual is not None:
         return residual.add_(product)
     return product if out is None else out.copy_(product)
+
+
+@contextmanager
+def measuring() -> Iterator[None]:
+    """Within it the first product of each shape finds the fastest algorithm."""
+    token = _MEASURING.set(True)
+    try:
+        yield
+    finally:
+        _MEASURING.reset(token)
 
 
 @functools.cache

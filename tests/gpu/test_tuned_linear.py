@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from minisgl_kernels.build import KernelUnavailable
-from minisgl_kernels.tuned_linear import tuned_linear, tuned_linear_function
+from minisgl_kernels.tuned_linear import measuring, tuned_linear, tuned_linear_function
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
@@ -18,6 +18,8 @@ def seed():
     torch.zeros(8, 8, device=DEVICE, dtype=torch.bfloat16) @ torch.zeros(
         8, 8, device=DEVICE, dtype=torch.bfloat16
     )  # torch loads cuBLAS at its first product
+    with measuring():
+        yield
 
 
 def made(*shape, dtype=torch.bfloat16, scale=1.0):
@@ -52,6 +54,16 @@ def test_a_graph_of_it_computes_new_inputs():
     x.copy_(made(33, 512))
     graph.replay()
     assert distance(out, x.double() @ weight.double().T) < 4e-3
+
+
+def test_a_shape_that_was_not_measured_runs_in_torch():
+    x, weight, residual = made(5, 256), made(40, 256, scale=0.06), made(5, 40)
+    exact = x.double() @ weight.double().T + residual.double()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tuned_linear(x, weight, residual=residual)
+    graph.replay()
+    assert distance(residual, exact) < 6e-3
 
 
 def test_other_types_have_no_product():

@@ -8,7 +8,12 @@ import torch
 
 from minisgl_kernels import tuned_linear
 from minisgl_kernels.build import KernelUnavailable
-from minisgl_kernels.tuned_linear import CublasLt, tuned_linear_function, tuned_linear_reference
+from minisgl_kernels.tuned_linear import (
+    CublasLt,
+    measuring,
+    tuned_linear_function,
+    tuned_linear_reference,
+)
 
 
 class Library:
@@ -58,7 +63,8 @@ def library(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: made.capturing)
     made.capturing = False
-    return made
+    with measuring():
+        yield made
 
 
 def operands(tokens=3):
@@ -92,13 +98,19 @@ def test_a_residual_is_an_operand_of_a_plan_of_its_own(library):
     assert len(library.ran) > measured + 4
 
 
-def test_nothing_is_measured_while_a_graph_is_captured_but_later(library):
+def test_a_shape_is_not_measured_outside_of_the_warm_up_or_while_a_graph_is_captured(library):
     lt = CublasLt(torch.device("cpu"))
+    x, weight, out = operands()
     library.capturing = True
-    lt.linear(*operands()[:2], None, operands()[2])
-    assert library.ran == [(0, 0.0)]
+    assert not lt.linear(x, weight, None, out)
     library.capturing = False
-    lt.linear(*operands()[:2], None, operands()[2])
+    tuned_linear._MEASURING.set(False)
+    assert not lt.linear(x, weight, None, out)
+    assert library.ran == []
+    tuned_linear._MEASURING.set(True)
+    assert lt.linear(x, weight, None, out)
+    tuned_linear._MEASURING.set(False)
+    assert lt.linear(x, weight, None, out)
     assert library.ran[-1] == (2, 0.0)
 
 

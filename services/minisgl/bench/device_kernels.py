@@ -142,12 +142,13 @@ def linear_cases(
     def make(tokens: int, rows: int, k: int) -> tuple[Any, ...]:
         return _randn(tokens, k), _randn(rows, k)
 
-    for rows, k in LINEARS:
-        for tokens in counts:
-            yield DeviceCase(
-                f"{tokens}x{k} {rows}", 2 * (rows * k + tokens * (rows + k)),
-                partial(make, tokens, rows, k), function(), F.linear,
-            )  # fmt: skip
+    with tuned_linear.measuring():
+        for rows, k in LINEARS:
+            for tokens in counts:
+                yield DeviceCase(
+                    f"{tokens}x{k} {rows}", 2 * (rows * k + tokens * (rows + k)),
+                    partial(make, tokens, rows, k), function(), F.linear,
+                )  # fmt: skip
 
 
 def decode_input_cases() -> Iterator[DeviceCase]:
