@@ -14,9 +14,10 @@ import logging
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,10 @@ class Family:
         """The function for one signature. Raises `KernelUnavailable`, then each time."""
         made = self._made.get(signature)
         if made is None:
+            wanted = _COLLECTED.get()
+            if wanted is not None:
+                wanted.append((self, signature))
+                return lambda *_: None
             try:
                 module = cuda_module(self._source, self._macros(*signature), self._flags)
                 made = getattr(module, self._function)
@@ -161,13 +166,31 @@ class Family:
         return made
 
 
-def prepare(wanted: Iterable[tuple[Family, tuple[Any, ...]]]) -> None:
+Variant = tuple[Family, tuple[Any, ...]]
+_COLLECTED: ContextVar[list[Variant] | None] = ContextVar("collected", default=None)
+
+
+@contextmanager
+def collected() -> Iterator[list[Variant]]:
+    """Within it kernels that are not compiled yet compute nothing; the list says which were called.
+
+    What a model will need is known when it has run once, on no matter which numbers.
+    """
+    wanted: list[Variant] = []
+    token = _COLLECTED.set(wanted)
+    try:
+        yield wanted
+    finally:
+        _COLLECTED.reset(token)
+
+
+def prepare(wanted: Iterable[Variant]) -> None:
     """Compile variants at the same time that are about to be called, instead of one by one.
 
     Signatures that have no kernel are left out: their calls say so.
     """
 
-    def compile_one(variant: tuple[Family, tuple[Any, ...]]) -> None:
+    def compile_one(variant: Variant) -> None:
         family, signature = variant
         with suppress(KernelUnavailable):
             family[signature]

@@ -12,7 +12,7 @@ import torch
 
 from minisgl_kernels import build, cuda_build, embedding, norm, qk_rope_store
 from minisgl_kernels.build import CSRC, KernelUnavailable
-from minisgl_kernels.cuda_build import Family, cuda_module, nvcc_command, prepare
+from minisgl_kernels.cuda_build import Family, collected, cuda_module, nvcc_command, prepare
 
 BF16 = {"ELEMENT": "__nv_bfloat16"}
 SOURCES = {
@@ -164,6 +164,19 @@ def test_variants_are_prepared_together_and_those_without_a_kernel_left_out(mach
     assert len(machine.compiled()) == 3
     family[128, torch.bfloat16]()
     assert len(machine.compiled()) == 3
+
+
+def test_kernels_that_are_collected_compute_nothing_and_are_told(machine, monkeypatch):
+    monkeypatch.setattr(cuda_build.cuda_module, "__kwdefaults__", {"csrc": machine.csrc})
+    family = Family("kernel", "run", lambda size: {"SIZE": size})
+    with collected() as wanted:
+        assert family[1,]("anything") is None
+        family[2,]
+    assert wanted == [(family, (1,)), (family, (2,))]
+    assert machine.compiled() == []
+    prepare(wanted)
+    assert len(machine.compiled()) == 2
+    assert family[1,]() == "ran"
 
 
 def test_a_signature_without_a_kernel_is_refused_each_time_and_never_compiled(machine):

@@ -38,6 +38,7 @@ from minisgl.engine.step_arrays import (
     token_fields,
 )
 from minisgl_kernels.build import KernelUnavailable
+from minisgl_kernels.cuda_build import collected, prepare
 from minisgl_kernels.decode_inputs import decode_inputs_function
 from minisgl_kernels.filter_bounds import filter_bounds_function
 from minisgl_kernels.sample import sample_function
@@ -103,10 +104,19 @@ class CudaRunner:
         self._logits: torch.Tensor | None = None
         self._sample_kernel, self._inputs_kernel = sample_function(), decode_inputs_function()
         self._bounds_kernel = filter_bounds_function()
+
+    def compile_kernels(self, steps: Sequence[StepInput]) -> None:
+        """Compile the kernels that these steps call, at the same time and not one by one, and do
+        without one of this object's own that the device cannot have."""
+        with collected() as wanted:
+            self._try_kernels()
+            for step in steps:
+                self.forward(step).wait()
+        prepare(wanted)
         self._try_kernels()
 
+    @torch.inference_mode()
     def _try_kernels(self) -> None:
-        """Compile the kernels of this object, and do without one that this device cannot have."""
         ones = torch.ones(1, dtype=torch.int32, device=self._device)
         try:
             if self._sample_kernel is not None:

@@ -191,6 +191,8 @@ class Engine(StepEngine):
             max_requests=requests, max_tokens=tokens, check=comm.check,
         )  # fmt: skip
         self._runner = runner
+        few, many = 1, min(64, self.max_seq_len, config.max_prefill_tokens)
+        runner.compile_kernels([tables.dummy_step([0], [n]) for n in (few, many)])
         most = CUDA_GRAPH_MAX_BS if config.cuda_graph_max_bs is None else config.cuda_graph_max_bs
         sizes = graph_sizes(min(most, requests))
         for able, what in (
