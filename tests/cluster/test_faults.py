@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster.load import Load
-from tests.cluster.product import GROUP, SYSTEM, Manifest, Product, Served
+from tests.cluster.product import SYSTEM, Manifest, Product, Served
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 LONG = pytest.mark.long
@@ -196,31 +196,40 @@ def test_a_drained_node_costs_no_stream(product: Product, qwen: Served) -> None:
     """Also while a pod of an old set hangs Terminating."""
     kubectl = product.kubectl
     # On the node that stays: drain itself waits for every pod of its node to end.
-    held, group = next(
-        (pod["metadata"]["name"], int(pod["metadata"]["labels"][f"{GROUP}/group"]))
-        for pod in qwen.pods("rank")
-        if pod["spec"]["nodeName"] == "n1"
+    held = next(
+        pod["metadata"]["name"] for pod in qwen.pods("rank") if pod["spec"]["nodeName"] == "n1"
     )
     hold = '{"metadata": {"finalizers": ["tests.example.com/hold"]}}'
+    free = '{"metadata": {"finalizers": null}}'
+    old = qwen.lives()
+
+    def new_groups_serve() -> bool:
+        status = qwen.status
+        return status["readyReplicas"] == status["updatedReplicas"] == 2 and not qwen.lives() & old
+
     qwen.ask("patch", "pod", held, "--type=merge", f"--patch={hold}")
-    try:
-        with Load(qwen.endpoint()) as load:
+    with Load(qwen.endpoint()) as load:
+        try:
             qwen.patch({"restartedAt": str(time.time())})
-            qwen.wait(
-                "the group has another epoch",
-                lambda: all(p["metadata"]["name"] != held for p in qwen.pods("rank", group)),
-            )
-            unbroken(load, qwen)
+            qwen.wait("both groups have another epoch", new_groups_serve)
+            assert held in qwen.condition("Degraded")["message"]
+            load.go_round()
             kubectl(
                 "drain", "n2", "--ignore-daemonsets", "--delete-emptydir-data",
                 f"--pod-selector=app.kubernetes.io/instance={NAME}", "--timeout=150s", seconds=180,
             )  # fmt: skip
-            unbroken(load, qwen)
-            assert {pod["spec"]["nodeName"] for pod in qwen.pods()} == {"n1"}
-    finally:
-        kubectl("uncordon", "n2")
-        free = '{"metadata": {"finalizers": null}}'
-        qwen.ask("patch", "pod", held, "--type=merge", f"--patch={free}")
+            qwen.wait(
+                "all of it serves on n1",
+                lambda: (
+                    {p["spec"].get("nodeName") for p in qwen.pods()} == {"n1"}
+                    and new_groups_serve()
+                ),
+            )
+            load.go_round()
+        finally:
+            kubectl("uncordon", "n2")
+            qwen.ask("patch", "pod", held, "--type=merge", f"--patch={free}")
+        unbroken(load, qwen)
 
 
 @pytest.mark.long
