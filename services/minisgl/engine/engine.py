@@ -103,7 +103,13 @@ class Engine(StepEngine):
                 dummy_weights(network, self._device, config.seed)
             else:
                 load_weights(network, folder, self._device, progress)
-            sampler = Sampler(self.vocab_size, self._device, config.max_running_requests + 1)
+            try:
+                sampler = Sampler(self.vocab_size, self._device, config.max_running_requests + 1)
+            except MemoryError as error:
+                raise StartError(
+                    "not enough memory for the sampling tables; use a lower "
+                    f"--max-running-requests ({error})"
+                ) from error
             self._dtype, self._model, self._kv_heads = dtype, model, heads.kv.local
             if self._on_cuda:
                 self._start_cuda(network, attention, sampler, free_before, sharing)
