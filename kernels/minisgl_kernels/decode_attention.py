@@ -19,10 +19,6 @@ WARPS_PER_SM = 8
 """Of all blocks together: each warp keeps about 24 KiB of copies in shared memory."""
 BALANCE = 28
 """How many parts of a request take as long to combine as one tile to compute, times queries."""
-SPARE_SHARE = 8
-"""Of much work, one part in so many goes to warps that are done early; 0: none does."""
-_SPARE_CHUNKS = 2
-"""Of them for each chunk that a warp owns, at most."""
 _WARPS = 4
 _STAGES = {64: 6, 128: 3}
 _MAX_GROUP = 8
@@ -58,7 +54,7 @@ class DecodeAttention:
     def __init__(
         self, *, max_batch: int, num_qo_heads: int, num_kv_heads: int, head_dim: int,
         dtype: torch.dtype, device: torch.device, sm_count: int | None = None,
-        balance: int = BALANCE, spare_share: int = SPARE_SHARE,
+        balance: int = BALANCE,
     ) -> None:  # fmt: skip
         """Compiles the kernel. Raises `KernelUnavailable` for a shape that it does not know."""
         group = num_qo_heads // num_kv_heads
@@ -68,17 +64,14 @@ class DecodeAttention:
             raise KernelUnavailable(f"decode attention takes up to {_MAX_BATCH} requests")
         if sm_count is None:
             sm_count = torch.cuda.get_device_properties(device).multi_processor_count
-        self.workers = owned_chunks(sm_count, num_kv_heads)
-        chunks = self.workers * (1 + _SPARE_CHUNKS)
+        chunks = max_chunks(sm_count, num_kv_heads)
         self._plan, self._attention = _plan[signature], _attention[signature]
-        self._scale, self._cuts = head_dim**-0.5, (self.workers, balance, spare_share)
+        self._scale, self._balance = head_dim**-0.5, balance
         self.chunks = torch.zeros((chunks, 8), dtype=torch.int32, device=device)
-        """Index of the first request, first tile, end, count of spare chunks, and that request's
-        entry below."""
+        """Index of the first request, first tile, end, 0, and that request's entry below."""
         self.requests = torch.zeros((max_batch + 1, 4), dtype=torch.int32, device=device)
         """First tile, tokens, row, first chunk << 16 | last chunk."""
         self._arrived = torch.zeros((max_batch, num_kv_heads), dtype=torch.int32, device=device)
-        self._tickets = torch.zeros(1, dtype=torch.int32, device=device)
         parts = (chunks, 2, num_kv_heads, group)
         self._partial = torch.empty((*parts, head_dim), dtype=torch.float32, device=device)
         self._stats = torch.empty((*parts, 2), dtype=torch.float32, device=device)
@@ -86,7 +79,7 @@ class DecodeAttention:
     def plan(self, lens: torch.Tensor, rows: torch.Tensor) -> None:
         """Share out the work of requests with `lens` [B] tokens in `rows` [B] of the page table,
         both int32 on the device. Lengths are 1 or more."""
-        self._plan(self.chunks, self.requests, lens, rows, *self._cuts)
+        self._plan(self.chunks, self.requests, lens, rows, self._balance)
 
     def attention(
         self, q: torch.Tensor, k_slots: torch.Tensor, v_slots: torch.Tensor,
@@ -100,7 +93,7 @@ class DecodeAttention:
         out = torch.empty_like(q)
         self._attention(
             q, out, k_slots, v_slots, page_table, self.chunks, self.requests, self._partial,
-            self._stats, self._arrived, self._tickets, self.workers, self._scale,
+            self._stats, self._arrived, self._scale,
         )  # fmt: skip
         return out
 
@@ -119,42 +112,33 @@ def decode_attention_function() -> Callable[..., DecodeAttention] | None:
     return DecodeAttention if _attention.usable() else None
 
 
-def owned_chunks(sm_count: int, num_kv_heads: int) -> int:
+def max_chunks(sm_count: int, num_kv_heads: int) -> int:
     """Chunks that keep all warps of the device busy, one for each KV head."""
-    return min(max(1, sm_count * WARPS_PER_SM // num_kv_heads), _MAX_CHUNKS // (1 + _SPARE_CHUNKS))
+    return min(max(1, sm_count * WARPS_PER_SM // num_kv_heads), _MAX_CHUNKS - 1)
 
 
 def plan_reference(
-    lens: Int32s, rows: Int32s, workers: int, *, group: int, stages: int, balance: int = BALANCE,
-    spare_share: int = SPARE_SHARE,
-) -> tuple[Int32s, Int32s]:  # fmt: skip
-    """What `DecodeAttention.plan` leaves in `chunks` [all, 8] and `requests` [B + 1, 4]."""
+    lens: Int32s, rows: Int32s, chunks: int, *, group: int, balance: int = BALANCE
+) -> tuple[Int32s, Int32s]:
+    """What `DecodeAttention.plan` leaves in `chunks` [chunks, 8] and `requests` [B + 1, 4]."""
     tiles = -(-lens.astype(np.int64) // TILE)
     ends = np.cumsum(tiles)
     first, total = ends - tiles, int(ends[-1])
     least = 1
     while balance * least**2 < tiles.max() * group:
         least += 1
-    owned, spare, owned_tiles = min(workers, -(-total // least)), 0, total
-    if spare_share and total >= workers * 4 * stages:
-        owned_tiles = total - total // spare_share
-        spare = min(workers * _SPARE_CHUNKS, (total - owned_tiles) // stages)
-        owned_tiles = owned_tiles if spare else total
-    cuts = np.arange(owned) * owned_tiles // owned
-    if spare:
-        rest = np.arange(spare) * (total - owned_tiles) // spare
-        cuts = np.concatenate([cuts, owned_tiles + rest])
+    count = min(chunks, -(-total // least))
+    cuts = np.arange(count + 1) * total // count
     low = np.searchsorted(cuts, first, side="right") - 1
     high = np.searchsorted(cuts, ends - 1, side="right") - 1
     requests = np.zeros((len(lens) + 1, 4), np.int64)
     requests[:-1] = np.stack([first, lens, rows, low << 16 | high], axis=1)
     requests[-1, 0] = total
-    index = np.searchsorted(first, cuts, side="right") - 1
-    chunks = np.zeros((workers * (1 + _SPARE_CHUNKS), 8), np.int64)
-    chunks[:, 3] = spare
-    chunks[: len(cuts), :3] = np.stack([index, cuts, np.append(cuts[1:], total)], axis=1)
-    chunks[: len(cuts), 4:] = requests[index]
-    return chunks.astype(np.int32), requests.astype(np.int32)
+    index = np.searchsorted(first, cuts[:-1], side="right") - 1
+    plan = np.zeros((chunks, 8), np.int64)
+    plan[:count, :3] = np.stack([index, cuts[:-1], cuts[1:]], axis=1)
+    plan[:count, 4:] = requests[index]
+    return plan.astype(np.int32), requests.astype(np.int32)
 
 
 def decode_attention_reference(

@@ -19,8 +19,7 @@ BATCHES = (
 )  # fmt: skip
 """Requests, and tokens of each; below 0: uneven lengths about that."""
 VARIANTS: tuple[dict[str, int], ...] = (
-    {}, {"spare": 0}, {"spare": 4}, {"spare": 16}, {"balance": 7}, {"balance": 14},
-    {"balance": 56}, {"warps": 1}, {"warps": 2},
+    {}, {"balance": 14}, {"balance": 56}, {"warps": 1}, {"warps": 2},
 )  # fmt: skip
 PROMPTS = ((1, 128, 0), (1, 8000, 0), (8, 1000, 0), (4, 2000, 6000))
 """Requests, new tokens, and cached tokens of each."""
@@ -36,7 +35,6 @@ def decode(buffer: torch.Tensor) -> None:
         for variant in VARIANTS:
             decode_attention._WARPS = variant.get("warps", usual)
             options["balance"] = variant.get("balance", decode_attention.BALANCE)
-            options["spare_share"] = variant.get("spare", decode_attention.SPARE_SHARE)
             for family in (decode_attention._plan, decode_attention._attention):
                 family._made.clear()
             figures = []

@@ -108,7 +108,7 @@ def call_block_table() -> None:
 
 
 def call_decode_attention() -> None:
-    """Whole requests, parts of requests, and chunks for whoever is done, twice each."""
+    """Whole requests and parts of requests, twice each."""
     for heads, kv_heads, dim, lens in ((4, 2, 128, [1, 17, 500]), (3, 1, 64, [3000, 40])):
         width, batch = max(lens), len(lens)
         slots = _randn(2, batch * width, kv_heads, dim)

@@ -1,12 +1,11 @@
 // Attention of decode steps: one new token a request over its paged keys and values.
 //
 // Reading keys and values is the work, so it is what is shared out: the tiles of 16 tokens of all
-// requests stand on one axis, cut into chunks; a warp computes a chunk for one KV head. Warps of
-// one chunk are neighbours, so that the heads of a token, which lie together in memory, are read at
-// about the same time. Each warp has an equal chunk of its own; of much work, the last part is cut
-// into smaller ones that go to whoever is done, because not all SMs are equally far from memory. A
-// request that a cut divides has partial results; the warp that ends last combines them. Warps need
-// no one else: each keeps STAGES tiles in shared memory of its own, filled by asynchronous copies.
+// requests stand on one axis, cut into equal chunks; a warp computes a chunk for one KV head. Warps
+// of one chunk are neighbours, so that the heads of a token, which lie together in memory, are read
+// at about the same time. A request that a cut divides has partial results; the warp that ends last
+// combines them. Warps need no one else: each keeps STAGES tiles in shared memory of its own, filled
+// by asynchronous copies. (Chunks of the last eighth for whoever is done first made it slower.)
 //
 // The products are transposed, S' = K Q' and O' = V' P': then the GROUP query heads of a KV head
 // fill the 8 columns of a tensor-core product, and half of the arithmetic and of the registers of
@@ -28,7 +27,6 @@ constexpr int kPieces = kRowBytes / 16;         // copies of 16 bytes a row
 constexpr int kCopies = kTile * kPieces / 32;   // copies a lane, for keys and for values
 constexpr int kTileBytes = kTile * kRowBytes;
 constexpr int kStageBytes = 2 * kTileBytes;
-constexpr int kNone = 0x7fffffff;               // no tile is left to be copied
 constexpr int kLaneDims = HEAD_DIM / 32;        // dims a lane has when partial results are combined
 
 static_assert(GROUP >= 1 && GROUP <= 8, "query heads of a KV head");
@@ -42,53 +40,31 @@ struct alignas(16) Request {
 };
 
 // A chunk: tiles [start, end) of the axis; `index` is the request that the first one belongs to.
-// `spare` chunks stand behind those that warps own.
 struct alignas(16) Chunk {
-  int index, start, end, spare;
+  int index, start, end, unused;
   Request request;
-};
-
-// How the axis is cut: tiles below `owned_tiles` into `owned` chunks, the others into `spare`. A
-// spare chunk has STAGES tiles or more: see `attention`.
-struct Cuts {
-  int tiles, owned_tiles, owned, spare;
-  // A warp takes its tiles one after the other, and then one warp the parts of a request: so little
-  // work that not all warps are needed is cut into about sqrt(balance * longest / GROUP) parts.
-  __device__ Cuts(int all, int longest, int workers, int most_spare, int balance, int spare_share) {
-    int least = 1;
-    while (balance * least * least < longest * GROUP) ++least;
-    tiles = owned_tiles = all;
-    owned = min(workers, (all + least - 1) / least);
-    spare = 0;
-    if (spare_share && all >= workers * 4 * STAGES) {
-      owned_tiles = all - all / spare_share;
-      spare = min(most_spare, (all - owned_tiles) / STAGES);
-      if (spare == 0) owned_tiles = all;
-    }
-  }
-  __device__ int start(int chunk) const {
-    if (chunk < owned) return static_cast<int>(int64_t{chunk} * owned_tiles / owned);
-    if (chunk >= owned + spare) return tiles;
-    return owned_tiles +
-           static_cast<int>(int64_t{chunk - owned} * (tiles - owned_tiles) / spare);
-  }
-  __device__ int chunk_of(int tile) const {
-    if (tile < owned_tiles) {
-      return static_cast<int>(((int64_t{tile} + 1) * owned - 1) / owned_tiles);
-    }
-    return owned + static_cast<int>(((int64_t{tile} - owned_tiles + 1) * spare - 1) /
-                                    (tiles - owned_tiles));
-  }
 };
 
 // ---- plan: once a step ------------------------------------------------------------------------
 
 constexpr int kPlanThreads = 1024;
 
+__device__ int chunk_of(int tile, int chunks, int tiles) {
+  return static_cast<int>(((int64_t{tile} + 1) * chunks - 1) / tiles);
+}
+
+// A warp takes its tiles one after the other, and then one warp the parts of a request: so little
+// work that not all warps are needed is cut into about sqrt(balance * longest / GROUP) parts.
+__device__ int tiles_of_chunk(int longest, int balance) {
+  int least = 1;
+  while (balance * least * least < longest * GROUP) ++least;
+  return least;
+}
+
 // One block. `chunks` [max_chunks] and `requests` [batch + 1] are written.
 __global__ void __launch_bounds__(kPlanThreads)
     plan(const int* lens, const int* rows, Chunk* chunks, Request* requests, int batch,
-         int max_chunks, int workers, int balance, int spare_share) {
+         int max_chunks, int balance) {
   DYNAMIC_SHARED(int, first);  // [batch + 1] first tile of each request, and of all
   __shared__ int warp_sums[kPlanThreads / 32], warp_longest[kPlanThreads / 32];
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
@@ -121,19 +97,20 @@ __global__ void __launch_bounds__(kPlanThreads)
   __syncthreads();
   for (int w = 0; w < kPlanThreads / 32; ++w) longest = max(longest, warp_longest[w]);
   const int tiles = first[batch];
-  const Cuts cuts(tiles, longest, workers, max_chunks - workers, balance, spare_share);
+  const int least = tiles_of_chunk(longest, balance);
+  const int count = min(max_chunks, (tiles + least - 1) / least);
   const auto request = [&](int i) {
     return Request{first[i], lens[i], rows[i],
-                   cuts.chunk_of(first[i]) << 16 | cuts.chunk_of(first[i + 1] - 1)};
+                   chunk_of(first[i], count, tiles) << 16 |
+                       chunk_of(first[i + 1] - 1, count, tiles)};
   };
   for (int i = thread; i < batch; i += kPlanThreads) requests[i] = request(i);
   if (thread == 0) requests[batch] = Request{tiles, 0, 0, 0};
   for (int c = thread; c < max_chunks; c += kPlanThreads) {
     Chunk chunk = {};
-    chunk.spare = cuts.spare;
-    if (c < cuts.owned + cuts.spare) {
-      chunk.start = cuts.start(c);
-      chunk.end = cuts.start(c + 1);
+    if (c < count) {
+      chunk.start = static_cast<int>(int64_t{c} * tiles / count);
+      chunk.end = static_cast<int>((int64_t{c} + 1) * tiles / count);
       int low = 0, high = batch - 1;
       while (low < high) {  // the last request that starts at this tile or before
         const int middle = (low + high + 1) / 2;
@@ -188,11 +165,10 @@ struct Inputs {
   float* partial;         // [chunks, 2, kv_heads, GROUP, HEAD_DIM], not divided by the sum
   float2* stats;          // [chunks, 2, kv_heads, GROUP]: largest exponent, and sum
   int* arrived;           // [batch, kv_heads], zeros between launches
-  int* tickets;           // of spare chunks, 0 between launches
   int64_t slot_bytes;
   int64_t columns;
   int kv_heads;
-  int workers;            // chunks that warps own
+  int max_chunks;
   float scale;            // of the scores, times log2(e)
 };
 
@@ -210,9 +186,33 @@ __device__ void load_floats(float (&x)[N], const float* from) {
   }
 }
 
+// Add AHEAD parts, of which the last one is `here` - 1, by their weights, which lanes hold by part.
+template <int AHEAD, class From>
+__device__ void add_parts(float (&acc)[GROUP][kLaneDims], const float (&weight)[GROUP], int part,
+                          int here, From from) {
+  float x[AHEAD][GROUP][kLaneDims];
+#pragma unroll
+  for (int i = 0; i < AHEAD; ++i) {
+    const float* at = from(min(part + i, here - 1));
+#pragma unroll
+    for (int g = 0; g < GROUP; ++g) load_floats(x[i][g], at + g * HEAD_DIM);
+  }
+#pragma unroll
+  for (int i = 0; i < AHEAD; ++i) {
+#pragma unroll
+    for (int g = 0; g < GROUP; ++g) {
+      float w = __shfl_sync(kAll, weight[g], part + i);
+      if (part + i >= here) w = 0.f;
+#pragma unroll
+      for (int d = 0; d < kLaneDims; ++d) acc[g][d] += w * x[i][g][d];
+    }
+  }
+}
+
 // Add up what the chunks of a request left, and write the result. A lane has kLaneDims dims.
 __device__ void combine(const Inputs& in, int index, int chunks, int head, int lane) {
-  constexpr int kAhead = 32 / GROUP;  // parts whose loads are on their way: 32 a lane
+  // Parts whose loads are on their way together: up to 24 loads a lane, and of few parts fewer.
+  constexpr int kMany = 24 / GROUP, kFew = GROUP > 4 ? 2 : 4;
   const int low = chunks >> 16, parts = (chunks & 0xffff) - low + 1;
   const auto at = [&](int part) { return place(in, low + part, part == 0, head); };
   float top[GROUP], sum[GROUP], weight[GROUP], acc[GROUP][kLaneDims];
@@ -241,26 +241,12 @@ __device__ void combine(const Inputs& in, int index, int chunks, int head, int l
       for (int d = 0; d < kLaneDims; ++d) acc[g][d] *= rescale;
       top[g] = best;
     }
-    for (int part = 0; part < here; part += kAhead) {
-      float x[kAhead][GROUP][kLaneDims];
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        const int there = base + min(part + i, here - 1);
-        const float* from = in.partial + at(there) * HEAD_DIM + lane * kLaneDims;
-#pragma unroll
-        for (int g = 0; g < GROUP; ++g) load_floats(x[i][g], from + g * HEAD_DIM);
-      }
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-#pragma unroll
-        for (int g = 0; g < GROUP; ++g) {
-          float w = __shfl_sync(kAll, weight[g], part + i);
-          if (part + i >= here) w = 0.f;
-#pragma unroll
-          for (int d = 0; d < kLaneDims; ++d) acc[g][d] += w * x[i][g][d];
-        }
-      }
-    }
+    const auto from = [&](int part) {
+      return in.partial + at(base + part) * HEAD_DIM + lane * kLaneDims;
+    };
+    int part = 0;
+    for (; here - part > kFew; part += kMany) add_parts<kMany>(acc, weight, part, here, from);
+    for (; part < here; part += kFew) add_parts<kFew>(acc, weight, part, here, from);
   }
 #pragma unroll
   for (int g = 0; g < GROUP; ++g) {
@@ -278,72 +264,49 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
   DYNAMIC_SHARED(uint4, memory);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t worker = int64_t{blockIdx.x} * WARPS + warp;
-  int number = static_cast<int>(worker / in.kv_heads);
-  int head = static_cast<int>(worker % in.kv_heads);
+  const int number = static_cast<int>(worker / in.kv_heads);
+  const int head = static_cast<int>(worker % in.kv_heads);
   // Before `wait_for_previous` the kernel before this one may still run. It stores the new tokens
   // of this layer, so the tile of a request's last token waits for it; what else is copied here,
   // the plan, the page table and older tokens, is done with: no kernel is launched before the plan
   // has ended. Those are read from the L2 cache, where that is sure to be seen.
-  if (number >= in.workers) return;
-  Chunk chunk = load(in.chunks + number);
+  if (number >= in.max_chunks) return;
+  const Chunk chunk = load(in.chunks + number);
   if (chunk.start == chunk.end) return;
-  const int spare = chunk.spare * in.kv_heads;
 
   const uint32_t ring = shared_address(memory) + warp * STAGES * kStageBytes;
+  const char* const k_head = in.k + head * kRowBytes;
+  const char* const v_head = in.v + head * kRowBytes;
 
-  // The copies run ahead of the products, at most into the next chunk. `slot` is of token `lane` of
-  // two tiles, of which `half` is to be copied next; it is asked for one tile before it is needed.
-  Chunk copied = chunk;
-  int copied_number = number, copied_head = head;
+  // The copies run ahead of the products. `slot` is of token lane % 16 in the tile that is to be
+  // copied next; it is asked for one tile before it is needed.
   Request ahead = chunk.request, following = load(in.requests + chunk.index + 1);
   int ahead_index = chunk.index, ahead_end = ahead.end(), next = chunk.start;
-  int half = 0, ticket = spare;
-  const auto draw = [&]() {
-    if (lane == 0) ticket = atomicAdd(in.tickets, 1);
-  };
   const auto slot_of_next = [&]() {
-    if (next == copied.end) {
-      if (spare == 0) return 0;
-      ticket = __shfl_sync(kAll, ticket, 0);
-      if (ticket >= spare) {  // none is left; the last warp to learn this leaves a zero
-        if (lane == 0 && ticket == spare + in.workers * in.kv_heads - 1) *in.tickets = 0;
-        next = kNone;
-        return 0;
-      }
-      copied_number = in.workers + ticket / in.kv_heads;
-      copied_head = ticket % in.kv_heads;
-      copied = load(in.chunks + copied_number);
-      draw();
-      next = copied.start;
-      ahead = copied.request;
-      ahead_index = copied.index;
-      ahead_end = ahead.end();
-      if (ahead_end < copied.end) following = load(in.requests + ahead_index + 1);
-    } else if (next == ahead_end) {
+    if (next >= chunk.end) return 0;
+    if (next == ahead_end) {
       ahead = following;
       ahead_end = ahead.end();
       // one entry stands after the last request, and is asked for at most
-      if (ahead_end < copied.end) following = load(in.requests + ++ahead_index + 1);
+      if (ahead_end < chunk.end) following = load(in.requests + ++ahead_index + 1);
     }
-    const int token = min((next - ahead.first) * kTile + lane, ahead.tokens - 1);
+    const int token = min((next - ahead.first) * kTile + lane % kTile, ahead.tokens - 1);
     return __ldcg(in.page_table + ahead.row * in.columns + token);
   };
   int slot = slot_of_next();
   const auto copy_next = [&](int stage) {
-    if (next < copied.end) {
+    if (next < chunk.end) {
       const uint32_t keys = ring + stage * kStageBytes;
-      const int piece = lane % kPieces, at = copied_head * kRowBytes + piece * 16;
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
-        const int row = i * (32 / kPieces) + lane / kPieces;
-        const int64_t from = __shfl_sync(kAll, slot, half * kTile + row) * in.slot_bytes + at;
+        const int row = i * (32 / kPieces) + lane / kPieces, piece = lane % kPieces;
+        const int64_t from = __shfl_sync(kAll, slot, row) * in.slot_bytes + piece * 16;
         const uint32_t to = keys + row * kRowBytes + ((piece ^ (row & 7)) * 16);
-        copy_async<kRowBytes>(to, in.k + from);
-        copy_async<kRowBytes>(to + kTileBytes, in.v + from);
+        copy_async<kRowBytes>(to, k_head + from);
+        copy_async<kRowBytes>(to + kTileBytes, v_head + from);
       }
       ++next;
-      half = half == 0 && next != copied.end && next != ahead_end;
-      if (half == 0) slot = slot_of_next();
+      slot = slot_of_next();
     }
     end_group();
   };
@@ -358,7 +321,6 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
   }
   if (!waited) wait_for_previous();
   launch_next();
-  if (spare) draw();
 
   // Of the request at hand: its queries as columns, and what was computed of it in this chunk.
   int index = chunk.index;
@@ -384,8 +346,8 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
   // Where a lane's rows of 8 by 8 matrices stand in a tile: keys as they are, values transposed.
   const int key_row = lane % 16, key_piece = lane / 16;
   const int value_row = lane % 8 + lane / 16 * 8, value_piece = lane / 8 % 2;
-  int stage = 0, tile = chunk.start;
-  for (;;) {
+  int stage = 0;
+  for (int tile = chunk.start; tile < chunk.end; ++tile) {
     wait_groups<STAGES - 2>();
     __syncwarp();
     copy_next(stage == 0 ? STAGES - 1 : stage - 1);  // where the tile before this one was
@@ -437,7 +399,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     }
 
     const int end = request.end();
-    if (++tile != min(end, chunk.end)) continue;
+    if (tile + 1 != min(end, chunk.end)) continue;
     // Lanes hold dims lane / 4 and lane / 4 + 8 of each 16, of query heads lane % 4 * 2 and + 1.
     sum[0] = column_sum(sum[0]);
     sum[1] = column_sum(sum[1]);
@@ -480,37 +442,26 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         combine(in, index, request.chunks, head, lane);
       }
     }
-    if (tile < chunk.end) {
+    if (tile + 1 < chunk.end) {
       request = load(in.requests + ++index);
-    } else {
-      if (number == copied_number && head == copied_head) break;
-      number = copied_number;
-      head = copied_head;
-      chunk = copied;
-      index = chunk.index;
-      request = chunk.request;
-      tile = chunk.start;
+      begin_request();
     }
-    begin_request();
   }
   wait_groups<0>();
 }
 
 }  // namespace
 
-// (chunks [all, 8], requests [batch + 1 or more, 4], lens [batch], rows [batch], workers, balance,
-//  spare_share): chunks are owned by `workers` at most; of much work the last 1 / spare_share, if
-//  that is not 0, is cut into the others
+// (chunks [max_chunks, 8], requests [batch + 1 or more, 4], lens [batch], rows [batch], balance)
 EXPORT(plan_decode_attention) {
   const int batch = static_cast<int>(args.size(2, 0));
   return launch(plan, batch > 0, kPlanThreads, (batch + 1) * sizeof(int), args.stream(),
                 args.data<const int>(2), args.data<const int>(3), args.data<Chunk>(0),
-                args.data<Request>(1), batch, args.size(0, 0), args.integer(4), args.integer(5),
-                args.integer(6));
+                args.data<Request>(1), batch, args.size(0, 0), args.integer(4));
 }
 
 // (q, out [batch, heads, dim], k_slots, v_slots [slots, kv_heads, dim], page_table [rows, columns],
-//  chunks, requests, partial, stats, arrived, tickets, workers, scale)
+//  chunks, requests, partial, stats, arrived, scale)
 EXPORT(decode_attention) {
   constexpr int kShared = WARPS * STAGES * kStageBytes;
   static int ready = -1;  // the device on which the kernel may take that much shared memory
@@ -532,12 +483,11 @@ EXPORT(decode_attention) {
   in.partial = args.data<float>(7);
   in.stats = args.data<float2>(8);
   in.arrived = args.data<int>(9);
-  in.tickets = args.data<int>(10);
   in.slot_bytes = args.stride(2, 0) * 2;
   in.columns = args.stride(4, 0);
   in.kv_heads = static_cast<int>(args.size(2, 1));
-  in.workers = static_cast<int>(args.integer(11));
-  in.scale = args.number(12) * 1.4426950408889634f;
-  const int64_t warps = int64_t{in.workers} * in.kv_heads;
-  return launch(attention, (warps + WARPS - 1) / WARPS, 32 * WARPS, kShared, args.stream(), in);
+  in.max_chunks = static_cast<int>(args.size(5, 0));
+  in.scale = args.number(10) * 1.4426950408889634f;
+  const int64_t workers = int64_t{in.max_chunks} * in.kv_heads;
+  return launch(attention, (workers + WARPS - 1) / WARPS, 32 * WARPS, kShared, args.stream(), in);
 }

@@ -8,28 +8,25 @@ from minisgl_kernels import block_table as tables
 from minisgl_kernels import decode_attention as decode
 from tests.unit.emulator import emulated_module
 
-STAGES = 3
-
 
 @pytest.fixture(autouse=True)
 def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minisgl_kernels.cuda_build.cuda_module", emulated_module)
     for family in (decode._plan, decode._attention, tables._family):
         monkeypatch.setattr(family, "_made", {})
-    monkeypatch.setattr(decode, "_STAGES", {64: STAGES, 128: STAGES})
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "dtype", "lens", "share"),
+    ("heads", "kv_heads", "dim", "dtype", "lens"),
     [
-        (4, 2, 128, torch.bfloat16, [1, 16, 17, 200], 0),
-        (5, 1, 64, torch.float16, [33, 5, 290, 64, 2], 8),
-        (6, 2, 64, torch.bfloat16, [800], 2),
-        (8, 1, 64, torch.bfloat16, [15] * 9, 8),
+        (4, 2, 128, torch.bfloat16, [1, 16, 17, 200]),
+        (5, 1, 64, torch.float16, [33, 5, 290, 64, 2]),
+        (3, 1, 64, torch.bfloat16, [500]),
+        (8, 1, 64, torch.bfloat16, [15] * 9),
     ],
 )
 def test_decode_attention_is_exact_and_leaves_its_counters_at_zero(
-    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, lens: list[int], share: int
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, lens: list[int]
 ) -> None:
     random = torch.Generator().manual_seed(len(lens))
     width, batch = max(lens) + 3, len(lens)
@@ -41,23 +38,21 @@ def test_decode_attention_is_exact_and_leaves_its_counters_at_zero(
         slots[row, length:] = 2**31 - 1  # never read: it would be out of range
     kernel = decode.DecodeAttention(
         max_batch=batch, num_qo_heads=heads, num_kv_heads=kv_heads, head_dim=dim, dtype=dtype,
-        device=torch.device("cpu"), sm_count=1, spare_share=share,
+        device=torch.device("cpu"), sm_count=2,
     )  # fmt: skip
     kernel.plan(torch.tensor(lens, dtype=torch.int32), rows)
     chunks, requests = decode.plan_reference(
-        np.array(lens, np.int32), rows.numpy(), kernel.workers, group=heads // kv_heads,
-        stages=STAGES, spare_share=share,
-    )  # fmt: skip
+        np.array(lens, np.int32), rows.numpy(), len(kernel.chunks), group=heads // kv_heads
+    )
     np.testing.assert_array_equal(kernel.chunks.numpy(), chunks)
     np.testing.assert_array_equal(kernel.requests.numpy(), requests)
-    assert (chunks[0, 3] > 0) == (lens == [800]), "only much work has spare chunks"
     exact = decode.decode_attention_reference(q, k, v, slots, lens, rows.tolist())
     for _ in range(2):
         kernel._partial.fill_(torch.nan)
         out = kernel.attention(q, k, v, slots)
         for mine, want in zip(out.float(), exact, strict=True):
             assert (mine - want).norm() < 8e-3 * want.norm()
-        assert not kernel._arrived.any() and not kernel._tickets.any()
+        assert not kernel._arrived.any()
 
 
 def test_block_tables_are_those_of_the_reference() -> None:
