@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,7 @@ class Engine(StepEngine):
         self._runner = runner
         few, many = 1, min(64, self.max_seq_len, config.max_prefill_tokens)
         runner.compile_kernels([tables.dummy_step([0], [n]) for n in (few, many)])
+        own = {tokens: asdict(way) for tokens, way in network.model.choose_products().items()}
         most = CUDA_GRAPH_MAX_BS if config.cuda_graph_max_bs is None else config.cuda_graph_max_bs
         sizes = graph_sizes(min(most, requests))
         for able, what in (
@@ -240,6 +242,7 @@ class Engine(StepEngine):
             "page_size": self.page_size,
             "graphs": len(sizes),
             "prompt_graphs": len(of_prompts),
+            "own_products": own,
             "graph_seconds": time.monotonic() - began,
             "graph_bytes": before - measure.free_bytes(device),
         }

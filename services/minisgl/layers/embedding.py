@@ -13,6 +13,10 @@ from minisgl_kernels.build import KernelUnavailable
 from minisgl_kernels.embedding import embedding_function
 from minisgl_kernels.skinny_linear import max_tokens, skinny_linear_function
 
+FEW = 16
+"""Tokens up to which the LM head is computed by the own kernel: beyond it loses, measured on an
+H200 with vocabularies of 151,936 rows of 1,024 and of 5,120."""
+
 
 class _VocabParallel(BaseOP):
     """A table [local vocabulary, hidden]; the vocabulary is padded to a multiple of the ranks."""
@@ -20,7 +24,7 @@ class _VocabParallel(BaseOP):
     def __init__(self, vocab: int, hidden: int, dtype: torch.dtype, comm: Communicator) -> None:
         self._shard = padded_shard(vocab, comm.rank, comm.size)
         self._vocab, self._hidden, self._comm = vocab, hidden, comm
-        self._few = max_tokens() if comm.size == 1 else 0
+        self._few = min(max_tokens(), FEW) if comm.size == 1 else 0
         self.weight = torch.empty(self._shard.local, hidden, dtype=dtype, device=META)
 
     def pieces(self, prefix: str = "") -> Iterator[Piece]:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ from minisgl.scheduler.feed import Feed, make_feed
 from minisgl.scheduler.group import PATIENCE_SECONDS, LocalMembers, device_group
 from minisgl.scheduler.main import make_engine
 from minisgl.scheduler.rank import apply
-from minisgl.scheduler.request import PendingReq
+from minisgl.scheduler.request import Ids, PendingReq
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.text import Tokenizer, load_tokenizer
 
@@ -115,7 +115,7 @@ class LLM:
         ids = self._encode(prompts)
         sampling = self._sampling(sampling_params, len(ids))
         for i, (prompt, params) in enumerate(zip(ids, sampling, strict=True)):
-            error = self._scheduler.unfit(np.asarray(prompt, np.int64), params)
+            error = self._scheduler.unfit(prompt, params)
             if error is not None:
                 raise ValueError(f"prompt {i}: {error.message}")
         with self._lock:
@@ -251,20 +251,17 @@ class LLM:
                     self.on_step(StepTimes(seconds, *self._collector.take_counts(), waited))
                 signals.deliver()
 
-    def _encode(self, prompts: str | Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
+    def _encode(self, prompts: str | Sequence[str] | Sequence[Sequence[int]]) -> list[Ids]:
         given = [prompts] if isinstance(prompts, str) else list(prompts)
         encoded = []
         for i, prompt in enumerate(given):
-            if isinstance(prompt, str):
-                encoded.append(self._tokenizer.encode(prompt))
-            elif isinstance(prompt, Sequence | np.ndarray) and all(
-                isinstance(t, int | np.integer) and -(2**31) <= t < 2**31 for t in prompt
-            ):
-                encoded.append([int(t) for t in cast("Sequence[int]", prompt)])
-            else:
+            ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            array = _token_ids(ids)
+            if array is None:
                 raise ValueError(
                     f"prompt {i} must be a text or a list of token ids, not {prompt!r:.60}"
                 )
+            encoded.append(array)
         return encoded
 
     def _sampling(
@@ -285,6 +282,21 @@ class LLM:
         return [
             p if p.seed is not None else _with_seed(p, self._random.getrandbits(63)) for p in params
         ]
+
+
+def _token_ids(given: object) -> Ids | None:
+    """The ids as an array; None if these are no ids of 32 bits."""
+    if not isinstance(given, Sequence | np.ndarray):
+        return None
+    try:
+        array = np.asarray(given)  # in C: a loop over the ids of many prompts takes a tenth second
+    except (ValueError, OverflowError):
+        return None
+    if array.ndim != 1 or (len(array) and array.dtype.kind not in "iub"):
+        return None
+    if len(array) and not -(2**31) <= int(array.min()) <= int(array.max()) < 2**31:
+        return None
+    return array.astype(np.int32)
 
 
 def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:

@@ -11,11 +11,12 @@ from minisgl.kvcache.pool import KVPool
 from minisgl.layers.activation import silu_and_mul
 from minisgl.layers.base import BaseOP, OPList
 from minisgl.layers.embedding import ParallelLMHead, TiedLMHead, VocabParallelEmbedding
-from minisgl.layers.linear import MergedColumnLinear, Part, RowParallelLinear
+from minisgl.layers.linear import Linear, MergedColumnLinear, Part, RowParallelLinear
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rotary import Angles, RotaryEmbedding
 from minisgl.layers.sharding import HeadShard, Shard, even_shard, head_shard
 from minisgl.models.config import ModelConfig
+from minisgl.models.products import Choice, Own, Product, graph_seconds
 from minisgl.moe.layer import MoeMLP
 from minisgl_kernels.build import KernelUnavailable
 from minisgl_kernels.qk_rope_store import qk_rope_store_function
@@ -149,21 +150,45 @@ class DecoderLayer(BaseOP):
 
     def forward_few(
         self, h: torch.Tensor, rope: Rope, batch: ForwardBatch, attn: AttentionBackend,
-        pool: KVPool, linear: SkinnyLinear,
+        pool: KVPool, linear: SkinnyLinear, own: Own,
     ) -> None:  # fmt: skip
         """The same for few tokens of one rank: adds to the residual h [T, hidden] in place."""
-        before, behind = self.input_layernorm, self.post_attention_layernorm
-        attention, mlp = self.self_attn, self.mlp
-        project, back = attention.qkv_proj, attention.o_proj
-        qkv = linear(h, project.weight, norm=before.weight, eps=before.eps, bias=project.bias)
-        heads = attention.heads(qkv, rope, batch, attn, pool)
-        linear(heads, back.weight, bias=back.bias, residual=h)
-        if not isinstance(mlp, MLP):
-            h.add_(mlp.forward(behind.forward(h)))
+        qkv = self.qkv(h, linear if own.qkv else None)
+        heads = self.self_attn.heads(qkv, rope, batch, attn, pool)
+        add_product(h, heads, self.self_attn.o_proj, linear if own.o else None)
+        if not isinstance(self.mlp, MLP):
+            h.add_(self.mlp.forward(self.post_attention_layernorm.forward(h)))
             return
-        up, down = mlp.gate_up_proj, mlp.down_proj
-        x = linear(h, up.weight, norm=behind.weight, eps=behind.eps, silu=True)
-        linear(x, down.weight, bias=down.bias, residual=h)
+        x = self.gate_up(h, linear if own.gate_up else None)
+        add_product(h, x, self.mlp.down_proj, linear if own.down else None)
+
+    def qkv(self, h: torch.Tensor, linear: SkinnyLinear | None) -> torch.Tensor:
+        """Norm and QKV product."""
+        norm, project = self.input_layernorm, self.self_attn.qkv_proj
+        if linear is None:
+            return project.forward(norm.forward(h))
+        return linear(h, project.weight, norm=norm.weight, eps=norm.eps, bias=project.bias)
+
+    def gate_up(self, h: torch.Tensor, linear: SkinnyLinear | None) -> torch.Tensor:
+        """Norm, product and gate of a dense MLP."""
+        norm = self.post_attention_layernorm
+        assert isinstance(self.mlp, MLP)
+        project = self.mlp.gate_up_proj
+        if linear is None:
+            return silu_and_mul(project.forward(norm.forward(h)))
+        return linear(h, project.weight, norm=norm.weight, eps=norm.eps, silu=True)
+
+
+def add_product(
+    h: torch.Tensor, x: torch.Tensor, by: RowParallelLinear, linear: SkinnyLinear | None
+) -> None:
+    """Add the product of x to h, on one rank."""
+    if linear is not None:
+        linear(x, by.weight, bias=by.bias, residual=h)
+        return
+    h.addmm_(x, by.weight.t())
+    if by.bias is not None:
+        h.add_(by.bias)
 
 
 class Decoder(BaseOP):
@@ -191,6 +216,43 @@ class Decoder(BaseOP):
         # Not float16: before it is divided by its norm, the residual may be too large for it.
         known = dtype == torch.bfloat16 and not any(width % K_STEP for width in widths)
         self._few = max_tokens() if alone and known and not config.mlp_bias else 0
+        self._choice = Choice()
+        self._device = device
+
+    @torch.inference_mode()
+    def choose_products(self) -> dict[int, Own]:
+        """Time who computes products of few tokens faster. On CUDA, and not on the default
+        stream."""
+        linear = skinny_linear_function()
+        dense = [layer for layer in self._layers if isinstance(layer.mlp, MLP)]
+        if not self._few or linear is None or not dense:
+            return {}
+
+        def products(tokens: int) -> dict[str, Product]:
+            def some(of: Linear) -> torch.Tensor:
+                shape = (tokens, of.weight.shape[1])
+                return torch.randn(shape, dtype=self._dtype, device=self._device) * 0.1
+
+            attention, mlp = dense[0].self_attn, dense[0].mlp
+            assert isinstance(mlp, MLP)
+            h, heads, x = (some(p) for p in (attention.qkv_proj, attention.o_proj, mlp.down_proj))
+
+            def by(own: bool) -> SkinnyLinear | None:
+                return linear if own else None
+
+            return {
+                "qkv": lambda i, own: dense[i].qkv(h, by(own)),
+                "o": lambda i, own: add_product(h, heads, dense[i].self_attn.o_proj, by(own)),
+                "gate_up": lambda i, own: dense[i].gate_up(h, by(own)),
+                "down": lambda i, own: add_product(h, x, down(i), by(own)),
+            }
+
+        def down(i: int) -> RowParallelLinear:
+            mlp = dense[i].mlp
+            assert isinstance(mlp, MLP)
+            return mlp.down_proj
+
+        return self._choice.decide(products, min(len(dense), 16), graph_seconds)
 
     @property
     def captures(self) -> bool:
@@ -202,8 +264,9 @@ class Decoder(BaseOP):
         rope = Rope(self._rotary, self._rope_table, batch.positions, self._dtype)
         x, residual = self.embed_tokens.forward(batch.input_ids), None
         if len(x) <= self._few and (linear := skinny_linear_function()) is not None:
+            own = self._choice[len(x)]
             for layer in self._layers:
-                layer.forward_few(x, rope, batch, attn, pool, linear)
+                layer.forward_few(x, rope, batch, attn, pool, linear, own)
         else:
             for layer in self._layers:
                 x, residual = layer.forward(x, residual, rope, batch, attn, pool)
