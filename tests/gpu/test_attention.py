@@ -371,20 +371,6 @@ def test_flash_attention_shares_out_its_work_once_a_step() -> None:
     case.assert_right(backend.forward(q, 1, case.pool, batch), q, batch)
 
 
-@pytest.mark.parametrize("page_size", [64, 128])
-def test_flash_attention_shares_out_prefill_once_a_step(page_size: int) -> None:
-    case = Case(16, 8, 128, page_size)
-    backend = case.backend("fa")
-    assert isinstance(backend, FlashAttentionBackend)
-    backend.schedules_prefill = True
-    for cached, new in (([0], [300]), ([page_size, 0, 640, 1000], [20, 7, 256, 1])):
-        batch = case.step(np.array(cached), np.array(new))
-        q = case.queries(sum(new))
-        backend.prepare_metadata(batch)
-        for _ in range(2):
-            case.assert_right(backend.forward(q, 1, case.pool, batch), q, batch)
-
-
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("name", ["fa", "fi"])
 def test_a_captured_prefill_follows_new_prompts_and_is_filled_up_by_the_dummy_row(

@@ -20,7 +20,7 @@ class _Step:
     max_new: int
     """Most new tokens of one request."""
     schedule: torch.Tensor | None
-    """How the work is shared out, computed once a step and not once a layer."""
+    """How decode shares out the work, computed once a step and not once a layer."""
 
 
 class FlashAttentionBackend(AttentionBackend):
@@ -29,7 +29,6 @@ class FlashAttentionBackend(AttentionBackend):
     default_page_size = 128
     captures = captures_prefill = True
     dtypes = HALVES
-    schedules_prefill = False
 
     @classmethod
     def check(cls, capability: tuple[int, int] | None, *, prefill: bool, decode: bool) -> None:
@@ -68,7 +67,7 @@ class FlashAttentionBackend(AttentionBackend):
         self._block_table(pages, batch.page_table, batch.rows, lens, ctx.page_size)
         starts = self._starts[: size + 1] if batch.is_decode else batch.cu_seqlens_q
         schedule = None
-        if batch.is_decode or self.schedules_prefill:
+        if batch.is_decode:
             schedule = self._schedule(
                 size, new, ctx.max_pages * ctx.page_size, ctx.num_qo_heads, ctx.num_kv_heads,
                 ctx.head_dim, lens, qkv_dtype=ctx.dtype, cu_seqlens_q=starts,
