@@ -88,13 +88,13 @@ def skinny_linear(
     elif out is None:
         out = x.new_empty((tokens, rows // 2 if silu else rows))
     kernel = _family[x.dtype, norm is not None, mode]
-    wide, warps = shape_of_blocks(rows, silu)
+    wide, warps = shape_of_blocks(rows)
     kernel(out, x, weight, norm, bias, eps, wide, warps)
     return out
 
 
 @functools.cache
-def shape_of_blocks(rows: int, silu: bool) -> tuple[int, int]:
+def shape_of_blocks(rows: int) -> tuple[int, int]:
     """(Whether a block has 16 rows of W rather than 8, its warps): so that the last wave of blocks
     is as full as can be. Not by the number of tokens, as the order of sums follows from it."""
     processors = 132
@@ -105,7 +105,7 @@ def shape_of_blocks(rows: int, silu: bool) -> tuple[int, int]:
         blocks, slots = -(-rows // (8 * shape[0])), _BLOCKS[shape] * processors
         return round(blocks / (-(-blocks // slots) * slots), 2), shape[0] * shape[1]
 
-    wide, warps = max((s for s in _BLOCKS if s[0] == 2 or not silu), key=filled)
+    wide, warps = max(_BLOCKS, key=filled)
     return wide - 1, warps
 
 

@@ -53,7 +53,7 @@ __device__ inline uint4 scaled(const uint4& x, const uint4& weight) {
                     times(x.z, weight.z), times(x.w, weight.w));
 }
 
-// TT: groups of 8 tokens. R: groups of 8 rows of W; with MODE 2 one of gate and one of up.
+// TT: groups of 8 tokens. R: groups of 8 rows of W; with MODE 2 half of them are rows of gate.
 template <int TT, int R>
 __global__ void __launch_bounds__(kMaxWarps * 32)
     skinny_linear(T* out, const T* x, const T* w, const T* norm_weight, const T* bias, float eps,
@@ -61,6 +61,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32)
   constexpr int kUnroll = 8 / R;          // products of 32 k whose weights are under way at once
   constexpr int kBatch = 8 / TT < kUnroll ? 8 / TT : kUnroll;  // and those whose tokens are
   constexpr int kTiles = (TT + 1) / 2;    // of 16 tokens
+  constexpr int kOutputs = MODE == 2 ? 4 * R : 8 * R;  // of a block, for each token
   constexpr int kParts = TT == 1 ? 2 : 4;  // of the accumulators that are in use
   __shared__ float sums[kMaxWarps][kTiles * R * kParts][32];
   __shared__ float squares_of[kMaxWarps][TT * 8];
@@ -72,8 +73,11 @@ __global__ void __launch_bounds__(kMaxWarps * 32)
   const T* from[R];
 #pragma unroll
   for (int r = 0; r < R; ++r) {
-    int row = MODE == 2 ? blockIdx.x * 8 + group + r * half : (blockIdx.x * R + r) * 8 + group;
-    if (MODE == 2 && blockIdx.x * 8 + group >= half) row = 0;
+    int row = (blockIdx.x * R + r) * 8 + group;
+    if (MODE == 2) {
+      const int at = blockIdx.x * kOutputs + group % kOutputs;
+      row = at < half ? at + (R == 2 ? r : group / kOutputs) * half : 0;
+    }
     if (row >= rows) row = 0;  // read for nothing, and not stored
     from[r] = w + static_cast<int64_t>(row) * k + quad * 8;
   }
@@ -168,18 +172,17 @@ __global__ void __launch_bounds__(kMaxWarps * 32)
   __syncthreads();
 
   // A thread an output; neighbours have neighbouring rows of one token.
-  constexpr int kOutputs = MODE == 2 ? 8 : 8 * R;
   const int stored = MODE == 2 ? half : rows;
   for (int i = threadIdx.x; i < tokens * kOutputs; i += blockDim.x) {
     const int token = i / kOutputs, at = i % kOutputs;
     const int row = blockIdx.x * kOutputs + at;
     if (row >= stored) continue;
     // Where the accumulators of a product have this token and this row: see the PTX manual.
-    const int part = (token / 8 % 2) * 2 + at % 2, place = (token % 8) * 4 + (at % 8) / 2;
-    auto total = [&](int r) {
+    auto total = [&](int column) {  // of the 8 R that the block has rows for
+      const int part = (token / 8 % 2) * 2 + column % 2, place = token % 8 * 4 + column % 8 / 2;
       float all = 0.0f;
       for (int v = 0; v < warps; ++v) {
-        all += sums[v][(token / 16 * R + r) * kParts + part][place];
+        all += sums[v][(token / 16 * R + column / 8) * kParts + part][place];
       }
       return all;
     };
@@ -191,10 +194,10 @@ __global__ void __launch_bounds__(kMaxWarps * 32)
     }
     T* to = out + static_cast<int64_t>(token) * stored + row;
     if (MODE == 2) {
-      const float gate = total(0) * factor, up = total(R - 1) * factor;
+      const float gate = total(at) * factor, up = total(kOutputs + at) * factor;
       *to = from_float<T>(gate / (1.0f + __expf(-gate)) * up);
     } else {
-      float value = total(at / 8) * factor;
+      float value = total(at) * factor;
       if (bias != nullptr) value += to_float(bias[row]);
       if (MODE == 1) value += to_float(*to);
       *to = from_float<T>(value);
@@ -205,7 +208,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32)
 template <int TT, int R>
 int run(Args args) {
   const int tokens = args.size(1, 0), k = args.size(1, 1), rows = args.size(2, 0);
-  const int outputs = MODE == 2 ? 8 : 8 * R, stored = MODE == 2 ? rows / 2 : rows;
+  const int outputs = MODE == 2 ? 4 * R : 8 * R, stored = MODE == 2 ? rows / 2 : rows;
   const int warps = args.integer(7);
   return launch(skinny_linear<TT, R>, (stored + outputs - 1) / outputs, warps * 32, 0,
                 args.stream(), args.data<T>(0), args.data<const T>(1), args.data<const T>(2),
@@ -217,16 +220,9 @@ int run(Args args) {
 // (out [M, N], x [M, K], w [N, K], norm_weight [K] or None, bias [N] or None, eps, wide, warps)
 EXPORT(skinny_linear) {
   const int tokens = args.size(1, 0);
-#if MODE == 2
-  if (tokens <= 8) return run<1, 2>(args);
-  if (tokens <= 16) return run<2, 2>(args);
-  if (tokens <= 32) return run<4, 2>(args);
-  return run<8, 2>(args);
-#else
   const bool wide = args.integer(6) != 0;
   if (tokens <= 8) return wide ? run<1, 2>(args) : run<1, 1>(args);
   if (tokens <= 16) return wide ? run<2, 2>(args) : run<2, 1>(args);
   if (tokens <= 32) return wide ? run<4, 2>(args) : run<4, 1>(args);
   return wide ? run<8, 2>(args) : run<8, 1>(args);
-#endif
 }
