@@ -198,9 +198,12 @@ def test_the_bounds_of_filters_pass_the_tokens_that_filters_pass(vocab_size, lev
     ):  # fmt: skip
         found = filter_bounds(logits, temperature, *limits)
         expected = bounds(y, *limits)
-        differ = passing(y, *found) != passing(y, *expected)
-        # a sum within 2^-40 of its limit may end one token sooner or later: not in random data
-        assert not differ.any(), (limits, differ.nonzero()[:5], found, expected)
+        differ = (passing(y, *found) != passing(y, *expected)).sum(dim=1)
+        if limits[1] is None:
+            assert not differ.any(), differ
+        else:  # a sum so close to its limit that its rounding decides ends one token off
+            assert int(differ.max()) <= 1, differ
+            assert int(differ.sum()) <= 1, differ
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)

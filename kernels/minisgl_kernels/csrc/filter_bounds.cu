@@ -45,7 +45,7 @@ struct Found {
 
 struct Shared {
   uint32_t counts[kBins];
-  Mass masses[kBins];
+  uint32_t low[kBins], high[kBins];  // halves of masses: sums of 64 bits are not native there
   uint32_t warp_counts[kWarps];
   Mass warp_masses[kWarps];
   float warp_largest[kWarps], largest[kCluster];
@@ -77,7 +77,9 @@ struct Cut {
 // Keys rise as y falls, from 0 for no number at all.
 __device__ float y_of(uint32_t key) { return unordered(~key); }
 
-__device__ Mass mass_of(uint32_t key) { return static_cast<Mass>(expf(y_of(key)) * 0x1p40f); }
+__device__ Mass mass_of(uint32_t key) {
+  return static_cast<Mass>(expf(y_of(key)) * 0x1p40f + 0.5f);  // rounded: large ones are whole
+}
 
 __device__ uint32_t coarse_bin(uint32_t key) {
   return static_cast<uint32_t>(fminf(y_of(key) * -64.0f, kBins - 1.0f));
@@ -87,11 +89,22 @@ __device__ uint32_t fine_bin(uint32_t key, int level) {
   return level == 1 ? key >> 21 : level == 2 ? key >> 10 & 2047 : key & 1023;
 }
 
+// Adds to a mass in shared memory, this block's or another's of the cluster.
+__device__ void add_mass(uint32_t* low, uint32_t* high, Mass mass) {
+  const uint32_t part = static_cast<uint32_t>(mass), before = atomicAdd(low, part);
+  const uint32_t rest = static_cast<uint32_t>(mass >> 32) + (before + part < part);
+  if (rest) atomicAdd(high, rest);
+}
+
 struct Row {
   Shared& s;
   const cg::cluster_group& cluster;
   const uint32_t* keys;
   int rank, count;
+
+  __device__ Mass bin_mass(int bin) const { return Mass{s.high[bin]} << 32 | s.low[bin]; }
+
+  __device__ void clear(int bin) const { s.counts[bin] = 0, s.low[bin] = 0, s.high[bin] = 0; }
 
   // Adds what this block has of a level to its histogram, if it is in the bins of those before.
   __device__ void fill(int level, uint32_t coarse, uint32_t prefix, bool masses) const {
@@ -103,7 +116,7 @@ struct Row {
       if (level > 1 && key >> shift != prefix) continue;
       const uint32_t bin = level == 0 ? rough : fine_bin(key, level);
       atomicAdd(&s.counts[bin], 1u);
-      if (masses) atomicAdd(&s.masses[bin], mass_of(key));
+      if (masses) add_mass(&s.low[bin], &s.high[bin], mass_of(key));
     }
     __syncthreads();
   }
@@ -114,8 +127,11 @@ struct Row {
       for (int bin = threadIdx.x; bin < kBins; bin += kThreads) {
         if (s.counts[bin] == 0) continue;
         atomicAdd(cluster.map_shared_rank(&s.counts[bin], 0), s.counts[bin]);
-        if (s.masses[bin]) atomicAdd(cluster.map_shared_rank(&s.masses[bin], 0), s.masses[bin]);
-        s.counts[bin] = 0, s.masses[bin] = 0;
+        if (const Mass mass = bin_mass(bin)) {
+          add_mass(cluster.map_shared_rank(&s.low[bin], 0),
+                   cluster.map_shared_rank(&s.high[bin], 0), mass);
+        }
+        clear(bin);
       }
     }
     cluster.sync();
@@ -135,7 +151,7 @@ struct Row {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = threadIdx.x * kBinsEach;
     uint32_t mine = 0;
     Mass my_mass = 0;
-    for (int i = 0; i < kBinsEach; ++i) mine += s.counts[first + i], my_mass += s.masses[first + i];
+    for (int i = 0; i < kBinsEach; ++i) mine += s.counts[first + i], my_mass += bin_mass(first + i);
     uint32_t upto = mine;
     Mass mass_upto = my_mass;
     for (int step = 1; step < 32; step *= 2) {
@@ -155,8 +171,8 @@ struct Row {
     Mass mass_at = mass_before + mass_upto - my_mass;
     for (int i = 0; i < kBinsEach; ++i) {
       const uint32_t inside = s.counts[first + i];
-      const Mass mass_inside = s.masses[first + i];
-      s.counts[first + i] = 0, s.masses[first + i] = 0;
+      const Mass mass_inside = bin_mass(first + i);
+      clear(first + i);
       if (!target.reached(at, mass_at, row) &&
           target.reached(at + inside, mass_at + mass_inside, row)) {
         s.found = Found{static_cast<uint32_t>(first + i), inside, at, mass_at};
@@ -264,7 +280,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 2)
     keys[i] = __float_as_uint(x);
     most = fmaxf(most, x);
   }
-  for (int bin = threadIdx.x; bin < kBins; bin += kThreads) s.counts[bin] = 0, s.masses[bin] = 0;
+  const Row r{s, cluster, keys, rank, count};
+  for (int bin = threadIdx.x; bin < kBins; bin += kThreads) r.clear(bin);
   most = unordered(__reduce_max_sync(kAll, ordered(most)));
   if (lane == 0) s.warp_largest[warp] = most;
   __syncthreads();
@@ -281,7 +298,6 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 2)
   }
   // Each thread reads its own keys alone until `equals`, which comes after barriers.
 
-  const Row r{s, cluster, keys, rank, count};
   Target target{false, static_cast<uint32_t>(top_k), top_p, 0};
   Cut cut{};
   if (top_k < p.vocab) {
