@@ -42,6 +42,7 @@ from minisgl_kernels.cuda_build import collected, prepare
 from minisgl_kernels.decode_inputs import decode_inputs_function
 from minisgl_kernels.filter_bounds import filter_bounds_function
 from minisgl_kernels.sample import sample_function
+from minisgl_kernels.tuned_linear import measuring
 
 _log = logging.getLogger(__name__)
 
@@ -384,7 +385,8 @@ class CudaRunner:
 
         self._stage(step, layout, tokens=not batch.is_decode)
         parts.attention.replay_metadata(batch)
-        compute()  # libraries choose their kernels, and ours are compiled
+        with measuring():
+            compute()  # libraries choose their kernels, and ours are compiled
         parts.attention.replay_metadata(batch)
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()

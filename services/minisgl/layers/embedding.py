@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from minisgl.distributed import Communicator
 from minisgl.layers.base import META, BaseOP, Piece
+from minisgl.layers.linear import product
 from minisgl.layers.sharding import padded_shard
 from minisgl_kernels.build import KernelUnavailable
 from minisgl_kernels.embedding import embedding_function
@@ -39,7 +40,7 @@ class _VocabParallel(BaseOP):
             with contextlib.suppress(KernelUnavailable):  # of this type or width
                 return kernel(x, self.weight, out=out)
         if out is not None and self._comm.size == 1:
-            return torch.mm(x, self.weight.t(), out=out)
+            return product(x, self.weight, out)
         logits = self._comm.all_gather(F.linear(x, self.weight))[:, : self._vocab]
         return logits if out is None else out.copy_(logits)
 
