@@ -163,6 +163,15 @@ def test_decode_is_exact_for_any_lengths(
         case.check_eager(backend, lens - 1, np.ones(count, np.int64))
 
 
+@pytest.mark.parametrize("shape", [(16, 8, 128), (40, 8, 128), (8, 1, 128)])
+def test_a_long_request_is_shared_out_over_many_warps(shape: tuple[int, int, int]) -> None:
+    """Over more of them than one look at their parts takes."""
+    case = Case(*shape, 64, batch=2, max_seq_len=9000)
+    backend = case.backend("fi,mini")
+    for lens in (np.array([9000]), np.array([8999, 1])):
+        case.check_eager(backend, lens - 1, np.ones(len(lens), np.int64))
+
+
 def test_the_kernel_of_our_own_takes_float16() -> None:
     case = Case(16, 8, 128, 16, torch.float16)
     lens = lengths(case, BATCH)

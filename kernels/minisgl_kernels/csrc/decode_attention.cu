@@ -186,35 +186,13 @@ __device__ void load_floats(float (&x)[N], const float* from) {
   }
 }
 
-// Add AHEAD parts, of which the last one is `here` - 1, by their weights, which lanes hold by part.
-template <int AHEAD, class From>
-__device__ void add_parts(float (&acc)[GROUP][kLaneDims], const float (&weight)[GROUP], int part,
-                          int here, From from) {
-  float x[AHEAD][GROUP][kLaneDims];
-#pragma unroll
-  for (int i = 0; i < AHEAD; ++i) {
-    const float* at = from(min(part + i, here - 1));
-#pragma unroll
-    for (int g = 0; g < GROUP; ++g) load_floats(x[i][g], at + g * HEAD_DIM);
-  }
-#pragma unroll
-  for (int i = 0; i < AHEAD; ++i) {
-#pragma unroll
-    for (int g = 0; g < GROUP; ++g) {
-      float w = __shfl_sync(kAll, weight[g], part + i);
-      if (part + i >= here) w = 0.f;
-#pragma unroll
-      for (int d = 0; d < kLaneDims; ++d) acc[g][d] += w * x[i][g][d];
-    }
-  }
-}
-
 // Add up what the chunks of a request left, and write the result. A lane has kLaneDims dims.
 __device__ void combine(const Inputs& in, int index, int chunks, int head, int lane) {
-  // Parts whose loads are on their way together: up to 24 loads a lane, and of few parts fewer.
-  constexpr int kMany = 24 / GROUP, kFew = GROUP > 4 ? 2 : 4;
+  constexpr int kAhead = (GROUP > 5 ? 16 : 24) / GROUP;  // parts whose loads are on their way
   const int low = chunks >> 16, parts = (chunks & 0xffff) - low + 1;
-  const auto at = [&](int part) { return place(in, low + part, part == 0, head); };
+  const auto at = [&](int part) {
+    return static_cast<int>(place(in, low + part, part == 0, head));
+  };
   float top[GROUP], sum[GROUP], weight[GROUP], acc[GROUP][kLaneDims];
 #pragma unroll
   for (int g = 0; g < GROUP; ++g) {
@@ -241,12 +219,25 @@ __device__ void combine(const Inputs& in, int index, int chunks, int head, int l
       for (int d = 0; d < kLaneDims; ++d) acc[g][d] *= rescale;
       top[g] = best;
     }
-    const auto from = [&](int part) {
-      return in.partial + at(base + part) * HEAD_DIM + lane * kLaneDims;
-    };
-    int part = 0;
-    for (; here - part > kFew; part += kMany) add_parts<kMany>(acc, weight, part, here, from);
-    for (; part < here; part += kFew) add_parts<kFew>(acc, weight, part, here, from);
+    for (int part = 0; part < here; part += kAhead) {
+      float x[kAhead][GROUP][kLaneDims] = {};
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (part + i >= here) continue;
+        const float* from = in.partial + at(base + part + i) * HEAD_DIM + lane * kLaneDims;
+#pragma unroll
+        for (int g = 0; g < GROUP; ++g) load_floats(x[i][g], from + g * HEAD_DIM);
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+#pragma unroll
+        for (int g = 0; g < GROUP; ++g) {
+          const float w = __shfl_sync(kAll, weight[g], part + i);  // of no part, x is 0
+#pragma unroll
+          for (int d = 0; d < kLaneDims; ++d) acc[g][d] += w * x[i][g][d];
+        }
+      }
+    }
   }
 #pragma unroll
   for (int g = 0; g < GROUP; ++g) {
@@ -259,8 +250,7 @@ __device__ void combine(const Inputs& in, int index, int chunks, int head, int l
   }
 }
 
-__global__ void __launch_bounds__(32 * WARPS, BLOCKS)
-    attention(const __grid_constant__ Inputs in) {
+__global__ void attention(const __grid_constant__ Inputs in) {
   DYNAMIC_SHARED(uint4, memory);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t worker = int64_t{blockIdx.x} * WARPS + warp;
