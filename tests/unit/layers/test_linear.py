@@ -1,41 +1,68 @@
-"""A row-parallel product goes where the ranks add it up fastest."""
+"""Which way a product takes."""
 
 import pytest
 import torch
 
-from minisgl.distributed import SingleRank
-from minisgl.layers.linear import RowParallelLinear
-from minisgl.layers.sharding import even_shard
+from minisgl.layers import linear
+from minisgl.layers.linear import product
+from minisgl_kernels.build import KernelUnavailable
 
 
-class WithBuffer(SingleRank):
-    """A group that has memory of its own for sums of up to `rows` rows."""
+class OnGpu(torch.Tensor):
+    """Says that it is on a GPU."""
 
-    def __init__(self, rows: int) -> None:
-        self.buffer = torch.full((rows, 6), float("nan"))
-        self.summed: list[int] = []
-
-    def sum_buffer(self, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor | None:
-        return self.buffer[:rows] if rows <= len(self.buffer) else None
-
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        self.summed.append(tensor.data_ptr())
+    is_cuda = True
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_few_rows_are_computed_into_the_memory_of_the_group(bias: bool) -> None:
-    comm = WithBuffer(rows=3)
-    layer = RowParallelLinear(4, even_shard("width", 4, 0, 1), 6, bias, torch.float32, comm)
-    random = torch.Generator().manual_seed(0)
-    layer.load_state_dict(
-        {
-            name: torch.randn(meta.shape, generator=random)
-            for name, meta in layer.state_dict().items()
-        }
-    )
-    for rows in (2, 5):
-        x = torch.randn(rows, 4, generator=random)
-        out = layer.forward(x)
-        torch.testing.assert_close(out, torch.nn.functional.linear(x, layer.weight, layer.bias))
-        assert comm.summed.pop() == out.data_ptr()
-        assert (out.data_ptr() == comm.buffer.data_ptr()) == (rows == 2)
+def operands(tokens=3, rows=5, dtype=torch.bfloat16):
+    x, weight = torch.ones(tokens, 4, dtype=dtype), torch.ones(rows, 4, dtype=dtype)
+    return x.as_subclass(OnGpu), weight
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """A kernel for measured products that notes its calls; every weight is large."""
+    calls = []
+
+    def kernel(x, weight, *, out):
+        calls.append((len(x), out is not None))
+        return "measured"
+
+    monkeypatch.setattr(linear, "LARGE", 0)
+    monkeypatch.setattr(linear, "tuned_linear_function", lambda: kernel)
+    return calls
+
+
+def test_on_a_cpu_it_is_torchs():
+    x, weight = torch.randn(3, 4), torch.randn(5, 4)
+    out = torch.empty(3, 5)
+    assert torch.equal(product(x, weight), x @ weight.T)
+    assert product(x, weight, out) is out
+    assert torch.equal(out, x @ weight.T)
+
+
+def test_a_large_one_of_few_tokens_on_a_gpu_is_the_measured_one(measured):
+    x, weight = operands()
+    assert product(x, weight) == "measured"
+    assert product(x, weight, torch.empty(3, 5)) == "measured"
+    assert measured == [(3, False), (3, True)]
+
+
+def test_others_are_torchs(measured, monkeypatch):
+    assert product(*operands(linear.MEASURED + 1)).shape == (linear.MEASURED + 1, 5)
+    assert product(*operands(dtype=torch.float32)).shape == (3, 5)
+    strided = torch.empty(3, 10, dtype=torch.bfloat16)[:, :5]
+    assert product(*operands(), strided) is strided
+    monkeypatch.setattr(linear, "LARGE", 1 << 25)
+    assert product(*operands()).shape == (3, 5)
+    assert measured == []
+
+
+def test_without_a_measured_one_it_is_torchs(monkeypatch):
+    def refuses(x, weight, *, out):
+        raise KernelUnavailable("no")
+
+    monkeypatch.setattr(linear, "LARGE", 0)
+    for found in (None, refuses):
+        monkeypatch.setattr(linear, "tuned_linear_function", lambda found=found: found)
+        assert product(*operands()).tolist() == [[4.0] * 5] * 3
