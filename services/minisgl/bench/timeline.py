@@ -166,7 +166,9 @@ def draw(line: Timeline, path: str, steps: int) -> None:
             for s in rows[name]
             if s.end > start and s.start < end
         ]
-        axis.broken_barh(bars, (at - 0.4, 0.8), facecolors=f"C{at % 10}")
+        # With an edge, as a kernel of 2 us is narrower than a dot.
+        colour = f"C{at % 10}"
+        axis.broken_barh(bars, (at - 0.4, 0.8), facecolors=colour, edgecolors=colour, linewidth=0.5)
     for step in line.steps[first : first + steps + 1]:
         axis.axvline((step.start - start) / 1e3, color="grey", linewidth=0.6)
     axis.set_yticks(range(len(order)), order)
