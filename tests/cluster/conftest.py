@@ -1,6 +1,7 @@
 """The cluster that tests share: two nodes, started once.
 
-It is always the tests' own, as they cut its nodes' power; a cluster of KUBECONFIG is never touched.
+It is always the tests' own, as they cut its nodes' power; a cluster of KUBECONFIG is never touched,
+and one of MINISGL_TEST_KUBECONFIG only by `test_existing.py`.
 """
 
 import os
