@@ -62,8 +62,9 @@ class World:
         return found
 
     def directories(self) -> list[Path]:
-        """Private directories of services."""
-        return [path for base in self.tmp.iterdir() for path in base.iterdir()]
+        """Private directories of services. Beside theirs stands, for a moment, the file by which
+        Python tries whether it may write there."""
+        return [path for base in self.tmp.glob("minisgl-*") for path in base.iterdir()]
 
     def start(self, *children: dict[str, Any], **options: Any) -> "Service":
         return Service(self, children, {"startup_seconds": LIMIT} | options)
