@@ -62,13 +62,22 @@ class Endpoint:
         return {"model": self.model, "messages": messages, "stream": True, **sampling, **more}
 
     def stream(self, body: Mapping[str, Any], news: "Progress | None" = None) -> Answer:
-        """One request; `news` is told of each piece of text, and may end it."""
+        """One request; `news` is told of each piece of text, and may end it.
+
+        The body goes in chunks. With its length known, a proxy in Go (Traefik) looks once more for
+        bytes of it when all are sent, and an answer that begins before it has looked closes the
+        body: it then ends the connection in the middle of the answer (golang/go#40747). The tiny
+        model on a busy machine is that fast, once in some thousand requests. The end of chunks is
+        sent after that look.
+        """
         text, finish, pause = "", None, 0.0
+        headers = self.headers | {"Content-Type": "application/json"}
+        content = iter([json.dumps(body).encode()])
         try:
             with (
                 httpx.Client(timeout=ANSWER_SECONDS) as client,
                 client.stream(
-                    "POST", f"{self.url}/v1/chat/completions", headers=self.headers, json=body
+                    "POST", f"{self.url}/v1/chat/completions", headers=headers, content=content
                 ) as answer,
             ):
                 if answer.status_code != 200:
