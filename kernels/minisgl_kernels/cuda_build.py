@@ -60,19 +60,14 @@ def cuda_module(
 
     Raises `KernelUnavailable`: no GPU, no nvcc, no TVM FFI, or a source that does not compile.
     """
-    refuse_if_disabled()
-    if not torch.cuda.is_available():
-        raise KernelUnavailable("there is no CUDA device")
+    _check_device()
     capability = torch.cuda.get_device_capability()
     if capability < MIN_CAPABILITY:
         raise KernelUnavailable(
             f"compute capability {capability[0]}.{capability[1]} is below "
             f"{MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]}"
         )
-    try:
-        import tvm_ffi
-    except ImportError as error:
-        raise KernelUnavailable(f"TVM FFI is missing ({error}): install apache-tvm-ffi") from error
+    tvm_ffi = _tvm_ffi()
     command = nvcc_command(capability, macros, flags)
     versions = f"{version(command[:1])}\ntvm_ffi {tvm_ffi.__version__}"
     return load_built(
@@ -201,12 +196,20 @@ def prepare(wanted: Iterable[Variant]) -> None:
 
 def check_tools() -> None:
     """Raise `KernelUnavailable` unless there are a GPU, nvcc, TVM FFI, and leave to use them."""
+    _check_device()
+    find_nvcc()
+    _log.debug("CUDA kernels through TVM FFI %s", _tvm_ffi().__version__)
+
+
+def _check_device() -> None:
     refuse_if_disabled()
     if not torch.cuda.is_available():
         raise KernelUnavailable("there is no CUDA device")
-    find_nvcc()
+
+
+def _tvm_ffi() -> Any:
     try:
         import tvm_ffi
     except ImportError as error:
         raise KernelUnavailable(f"TVM FFI is missing ({error}): install apache-tvm-ffi") from error
-    _log.debug("CUDA kernels through TVM FFI %s", tvm_ffi.__version__)
+    return tvm_ffi

@@ -100,6 +100,17 @@ inline int access_bytes(uint64_t all_or_ed) {
   return 1;
 }
 
+// `go` with a value of the type whose accesses are that wide, 2 bytes at least.
+template <class Go>
+int with_access(uint64_t all_or_ed, Go go) {
+  switch (access_bytes(all_or_ed)) {
+    case 16: return go(uint4{});
+    case 8: return go(uint2{});
+    case 4: return go(uint32_t{});
+    default: return go(uint16_t{});
+  }
+}
+
 inline uint64_t address(const void* pointer) { return reinterpret_cast<uint64_t>(pointer); }
 
 // ---- device -----------------------------------------------------------------------------------

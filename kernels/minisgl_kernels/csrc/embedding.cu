@@ -33,12 +33,7 @@ int run(Args args) {
                   args.stream(), args.data<Piece>(0), args.data<const Id>(1),
                   args.data<const Piece>(2), tokens, args.integer(3), args.integer(4));
   };
-  switch (access_bytes(all)) {
-    case 16: return go(uint4{});
-    case 8: return go(uint2{});
-    case 4: return go(uint32_t{});
-    default: return go(uint16_t{});
-  }
+  return with_access(all, go);
 }
 
 }  // namespace

@@ -43,12 +43,7 @@ int run(Args args) {
                   args.data<char>(2), args.data<char>(3), args.data<const Slot>(4), tokens, k_step,
                   v_step, slot_step);
   };
-  switch (access_bytes(all)) {
-    case 16: return go(uint4{});
-    case 8: return go(uint2{});
-    case 4: return go(uint32_t{});
-    default: return go(uint16_t{});
-  }
+  return with_access(all, go);
 }
 
 }  // namespace

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 PROMPT_REQUESTS = 8
-"""Requests of a captured prefill."""
+"""Requests of a captured prefill; one of them at least is the dummy one, which takes what is left
+of the tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,7 @@
 """Which device a rank computes on."""
 
+import hashlib
+
 import torch
 
 from minisgl.config import StartError
@@ -26,3 +28,10 @@ def select_device(name: str, rank: int) -> torch.device:
     device = torch.device("cuda", rank % count)
     torch.cuda.set_device(device)
     return device
+
+
+def gpu_id(device: torch.device) -> int:
+    """63 bits that are the same for all ranks on one GPU."""
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    digest = hashlib.blake2b(uuid.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

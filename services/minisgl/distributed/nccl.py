@@ -1,6 +1,5 @@
 """Communication between GPUs: tensors by NCCL, host values by Gloo."""
 
-import hashlib
 import logging
 from collections.abc import Sequence
 from datetime import timedelta
@@ -10,6 +9,7 @@ import torch
 
 from minisgl.config import StartError, env_switch
 from minisgl.distributed.base import Communicator, PeerError
+from minisgl.distributed.device import gpu_id
 from minisgl.distributed.gloo import GlooCommunicator
 from minisgl.distributed.lifeline import Lifeline
 from minisgl.distributed.nccl_log import NcclLog, nccl_transport
@@ -182,9 +182,7 @@ def _device_part(host: GlooCommunicator, pynccl: bool) -> DevicePart:
 
 def _refuse_shared_gpu(host: Communicator, device: torch.device) -> None:
     """NCCL would only say "invalid usage"."""
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    digest = hashlib.blake2b(uuid.encode(), digest_size=8).digest()
-    seen = [row[0] for row in host.gather_ints([int.from_bytes(digest, "little") >> 1])]
+    seen = [row[0] for row in host.gather_ints([gpu_id(device)])]
     same = [rank for rank, number in enumerate(seen) if number == seen[host.rank]]
     if len(same) > 1:
         raise StartError(

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from minisgl.attention.base import ForwardBatch
+from minisgl.attention.base import PROMPT_REQUESTS, ForwardBatch
 from minisgl.engine import sampling_table as table_
 from minisgl.engine.graph_sizes import size_for
 from minisgl.engine.logprobs import Logprobs
@@ -39,7 +39,7 @@ from minisgl.engine.step_arrays import (
 )
 from minisgl_kernels.build import KernelUnavailable
 from minisgl_kernels.cuda_build import collected, prepare
-from minisgl_kernels.decode_inputs import decode_inputs_function
+from minisgl_kernels.decode_inputs import decode_inputs_function, decode_inputs_reference
 from minisgl_kernels.filter_bounds import filter_bounds_function
 from minisgl_kernels.sample import sample_function
 from minisgl_kernels.tuned_linear import measuring
@@ -50,9 +50,6 @@ WRITES_AT_ONCE = 65_536
 """Table writes that a block has room for beside the arrays of the largest step; more go first, in
 pieces."""
 _WRITE_BYTES = 12
-PROMPT_REQUESTS = 8
-"""Requests of a graph for prompts; one of them at least is the dummy one, which takes what is left
-of the tokens."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -403,14 +400,8 @@ class CudaRunner:
         out_loc: torch.Tensor,
     ) -> None:  # fmt: skip
         """Where each request's new token stands, what it is, and where its KV goes."""
-        tables = self.parts.tables
-        if self._inputs_kernel is not None:
-            self._inputs_kernel(rows, lens, tables.pages, tables.tokens, ids, positions, out_loc)
-            return
-        torch.sub(lens, 1, out=positions)
-        places = rows.long() * tables.width + positions
-        torch.index_select(tables.flat_tokens, 0, places, out=ids)
-        torch.index_select(tables.flat_pages, 0, places, out=out_loc)
+        tables, fill = self.parts.tables, self._inputs_kernel or decode_inputs_reference
+        fill(rows, lens, tables.pages, tables.tokens, ids, positions, out_loc)
 
 
 _NO_WRITES = TableWrites(np.zeros(0, np.int64), np.zeros(0, np.int32))

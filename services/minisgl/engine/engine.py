@@ -6,7 +6,6 @@ everything else is the same.
 
 import contextlib
 import gc
-import hashlib
 import logging
 import os
 import time
@@ -26,7 +25,7 @@ from minisgl.attention.registry import (
 )
 from minisgl.config import EngineConfig, StartError, UsageError
 from minisgl.distributed import Communicator
-from minisgl.distributed.device import select_device
+from minisgl.distributed.device import gpu_id, select_device
 from minisgl.engine.host import free_memory, host_id, usable_cpus
 from minisgl.engine.memory import pages_for_requests, plan_pages
 from minisgl.engine.runner import HostRunner, Parts, Runner
@@ -74,7 +73,7 @@ class Engine(StepEngine):
             raise UsageError(f"--quantization {config.quantization} is not available yet")
         # All measure before any loads: that would look like a device or host with less memory.
         seen = comm.gather_ints(
-            [_gpu_id(self._device), torch.cuda.mem_get_info()[0]]
+            [gpu_id(self._device), torch.cuda.mem_get_info()[0]]
             if self._on_cuda
             else [host_id(), free_memory()]
         )
@@ -313,13 +312,6 @@ class Engine(StepEngine):
         self.release(row)
         with self._on_stream():
             tables.tokens[row, 0] = 0
-
-
-def _gpu_id(device: torch.device) -> int:
-    """63 bits that are the same for all ranks on one GPU."""
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    digest = hashlib.blake2b(uuid.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def _dtype(name: str, model: ModelConfig) -> torch.dtype:

@@ -5,11 +5,13 @@ So there are several blocks, used in turn, and an event for each says when its c
 """
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from minisgl.attention.staging import Event
 
 Array = npt.NDArray[Any]
 _ALIGN = 16
@@ -55,14 +57,6 @@ def upload(array: Array, device: torch.device) -> torch.Tensor:
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
-
-
-class Event(Protocol):
-    """What a CUDA event does."""
-
-    def record(self) -> None: ...
-
-    def synchronize(self) -> None: ...
 
 
 class _NoEvent:

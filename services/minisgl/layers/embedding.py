@@ -11,7 +11,7 @@ from minisgl.layers.base import META, BaseOP, Piece
 from minisgl.layers.linear import product
 from minisgl.layers.sharding import padded_shard
 from minisgl_kernels.build import KernelUnavailable
-from minisgl_kernels.embedding import embedding_function
+from minisgl_kernels.embedding import embedding_function, embedding_reference
 from minisgl_kernels.skinny_linear import max_tokens, skinny_linear_function
 
 FEW = 16
@@ -57,10 +57,7 @@ class VocabParallelEmbedding(_VocabParallel):
                 return out
         if self._comm.size == 1:
             return F.embedding(ids, self.weight)
-        local = ids - self._shard.start
-        other = (local < 0) | (local >= self._shard.count)
-        out = F.embedding(local.masked_fill_(other, 0), self.weight)
-        out.masked_fill_(other.unsqueeze(1), 0)
+        out = embedding_reference(ids, self.weight, self._shard.start, self._shard.count)
         self._comm.all_reduce(out)
         return out
 

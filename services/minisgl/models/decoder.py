@@ -37,7 +37,7 @@ class Rope:
     ) -> None:  # fmt: skip
         self._rotary, self._positions, self._dtype = rotary, positions, dtype
         self.table = table
-        """For the kernel, [max_model_len, head_dim] float32: cosines, then sines.."""
+        """For the kernel, [max_model_len, head_dim] float32: cosines, then sines."""
 
     @cached_property
     def angles(self) -> Angles:
