@@ -1,11 +1,13 @@
 """The chart on a cluster that exists already, such as kind: installed, asked, and gone again.
 
     MINISGL_TEST_KUBECONFIG=FILE [MINISGL_TEST_IMAGE=NAME] [MINISGL_TEST_OPERATOR_IMAGE=NAME]
-    [MINISGL_TEST_MODEL_URI=URI] .venv/bin/python -m pytest tests/cluster/test_existing.py
+    [MINISGL_TEST_MODEL_URI=URI] [MINISGL_TEST_HF_ENDPOINT=URL]
+    .venv/bin/python -m pytest tests/cluster/test_existing.py
 
 Images are found by name: the cluster pulls them, or has them (`kind load docker-image`). All goes
-into a namespace of its own that is deleted in the end; the CRD stays, as it does in life. The
-cluster must have no release of the chart yet, since the CRD belongs to one.
+into a namespace of its own that is deleted in the end; the CRD stays, as it does in life. Where
+pods cannot reach the model hub, the endpoint is that of a mirror which they can reach. The cluster
+must have no release of the chart yet, since the CRD belongs to one.
 """
 
 import os
@@ -15,6 +17,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -26,6 +29,7 @@ from tests.cluster.product import CHART
 
 KUBECONFIG = "MINISGL_TEST_KUBECONFIG"
 MODEL_URI = os.environ.get("MINISGL_TEST_MODEL_URI", "hf://HuggingFaceTB/SmolLM2-135M-Instruct")
+HF_ENDPOINT = os.environ.get("MINISGL_TEST_HF_ENDPOINT")
 READY_SECONDS = 900.0
 """Images are pulled and a model is downloaded meanwhile."""
 
@@ -70,8 +74,13 @@ def namespace(kubectl: Kubectl) -> Iterator[str]:
 def test_an_object_serves_on_a_cluster_that_exists(kubectl: Kubectl, namespace: str) -> None:
     served = Msgl(kubectl, namespace, "smol")
     image = os.environ.get("MINISGL_TEST_IMAGE")
+    model: dict[str, Any] = {"uri": MODEL_URI, "servedName": "smol"}
+    if HF_ENDPOINT:
+        env = [{"name": "HF_ENDPOINT", "value": HF_ENDPOINT}]
+        container = {"name": "download", "env": env}
+        model["download"] = {"podTemplate": {"spec": {"containers": [container]}}}
     served.apply(
-        model={"uri": MODEL_URI, "servedName": "smol"},
+        model=model,
         engine={"device": "cpu", "dtype": "float32", "extraArgs": ["--num-pages=8192"]},
         network={"hostNetwork": False},
         **({"image": image} if image else {}),

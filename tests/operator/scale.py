@@ -87,13 +87,15 @@ def _rest(server: ApiServer, operator: Operator) -> None:
     time.sleep(REST_SECONDS)
     requests = requests_of_operator(server)[seen:]
     busy = processor_seconds(operator.pid) - busy
-    writes = sum(one.writes and one.resource != "leases" for one in requests)
+    writes = [one for one in requests if one.writes and one.resource != "leases"]
     reads = sum(not one.writes for one in requests)
     print(
-        f"at rest for {REST_SECONDS:.0f} s: {writes} writes, its Lease left out;"
+        f"at rest for {REST_SECONDS:.0f} s: {len(writes)} writes, its Lease left out;"
         f" {reads / REST_SECONDS:.1f} reads a second; {busy / REST_SECONDS:.0%} of a processor",
         flush=True,
     )
+    for one in writes:
+        print(f"  {one.verb} {one.resource} {one.name}: {one.code}", flush=True)
 
 
 async def _note_delays(delays: list[float]) -> None:
