@@ -1,0 +1,226 @@
+"""Products with packed weights on a CPU: bfloat16, or int8 with a scale for each output.
+
+Weights are packed once, at load (`csrc/cpu_pack.h` has the layout), and take the place of the
+tensors that they were: a row of a packed table can be read back for an embedding. Activations are
+bfloat16; for int8 weights each row of them is quantised by its largest value when it is used.
+
+With bfloat16 weights, subnormal numbers count as zero where the CPU's instructions for bfloat16 say
+so. With int8 weights a row of activations with an infinity or a NaN gives NaN everywhere.
+"""
+
+import ctypes
+import functools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from minisgl.config import UsageError
+from minisgl_kernels.build import library
+
+ISA_ENV = "MINISGL_CPU_ISA"
+ISAS = ("portable", "avx2", "avx512", "amx")
+THEN = ("store", "add", "silu", "logits")
+BLOCK = 16
+MAX_INT8_INPUTS = 65536
+_LEAST = 4e-37
+
+
+class Packed(ctypes.Structure):
+    """`struct Packed` of `csrc/cpu_pack.h`."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p), ("scale", ctypes.c_void_p), ("sums", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p), ("outputs", ctypes.c_int64), ("inputs", ctypes.c_int64),
+        ("stored", ctypes.c_int32), ("gated", ctypes.c_int32),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A packed weight and its bias; `struct` points into the tensors."""
+
+    data: torch.Tensor
+    scale: torch.Tensor | None
+    sums: torch.Tensor | None
+    bias: torch.Tensor | None
+    outputs: int
+    inputs: int
+    gated: bool
+    struct: Packed = field(repr=False)
+
+    @property
+    def int8(self) -> bool:
+        return self.scale is not None
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    lib = library("cpu_matmul")
+    number, short, pointer = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
+    for name, result, arguments in (
+        ("cpu_best_isa", short, ()),
+        ("cpu_packed_blocks", number, (number, short)),
+        ("cpu_block_bytes", number, (number, short)),
+        ("cpu_pack_bf16", None, (pointer, number, number, short, pointer)),
+        ("cpu_pack_int8", None, (pointer, number, number, short, pointer, pointer, pointer)),
+        ("cpu_unpack_rows", None, (pointer, pointer, number, pointer)),
+        (
+            "cpu_matmul", None,
+            (pointer, pointer, number, number, short, pointer, number, short, short, short),
+        ),
+    ):  # fmt: skip
+        function = getattr(lib, name)
+        function.restype, function.argtypes = result, arguments
+    return lib
+
+
+@functools.cache
+def best_isa() -> int:
+    """The index in `ISAS` of what this CPU has. Raises `KernelUnavailable`."""
+    return int(_library().cpu_best_isa())
+
+
+def chosen_isa() -> int:
+    """`best_isa`, or the lower one that MINISGL_CPU_ISA names.
+
+    Raises `UsageError` for a name that is none or that this CPU lacks, and `KernelUnavailable`.
+    """
+    name = os.environ.get(ISA_ENV, "").strip().lower()
+    if not name:
+        return best_isa()
+    if name not in ISAS:
+        raise UsageError(f"{ISA_ENV} must be {', '.join(ISAS[:-1])} or {ISAS[-1]}, not {name!r}")
+    if ISAS.index(name) > best_isa():
+        raise UsageError(f"{ISA_ENV}={name}: this CPU has {ISAS[best_isa()]} at most")
+    return ISAS.index(name)
+
+
+def pack(
+    weight: torch.Tensor, *, bias: torch.Tensor | None = None, int8: bool = False,
+    gated: bool = False,
+) -> PackedWeight:  # fmt: skip
+    """`weight` [outputs, inputs] of bfloat16, packed; with `gated` its rows are gate, then up.
+
+    Raises `ValueError` for another type or shape, and `KernelUnavailable`.
+    """
+    if weight.dtype != torch.bfloat16 or weight.dim() != 2 or weight.device.type != "cpu":
+        raise ValueError(
+            "a weight to pack must be a bfloat16 matrix on the CPU, not "
+            f"{weight.dtype} {list(weight.shape)} on {weight.device}"
+        )
+    outputs, inputs = weight.shape
+    if gated and outputs % 2:
+        raise ValueError(f"gate and up have the same number of rows, but {outputs} is odd")
+    if int8 and inputs > MAX_INT8_INPUTS:
+        raise ValueError(f"int8 weights have {MAX_INT8_INPUTS} inputs at most, not {inputs}")
+    lib, weight = _library(), weight.contiguous()
+    padded = lib.cpu_packed_blocks(outputs, gated) * BLOCK
+    data = torch.empty(padded // BLOCK * lib.cpu_block_bytes(inputs, int8), dtype=torch.uint8)
+    if data.data_ptr() % 64:
+        raise ValueError("memory of tensors is not aligned to 64 bytes")
+    scale = sums = None
+    if int8:
+        scale, sums = torch.empty(padded), torch.empty(padded, dtype=torch.int32)
+        lib.cpu_pack_int8(
+            weight.data_ptr(), outputs, inputs, gated, *map(_address, (data, scale, sums))
+        )
+    else:
+        lib.cpu_pack_bf16(weight.data_ptr(), outputs, inputs, gated, data.data_ptr())
+    if bias is not None:
+        bias = _in_packed_order(bias.float(), gated, padded)
+    struct = Packed(
+        *map(_address, (data, scale, sums, bias)), outputs, inputs, int(int8), int(gated)
+    )
+    return PackedWeight(data, scale, sums, bias, outputs, inputs, gated, struct)
+
+
+def unpack_rows(weight: PackedWeight, rows: torch.Tensor) -> torch.Tensor:
+    """Rows of the weight for indices [T] of int64, not checked: [T, inputs] bfloat16."""
+    out = torch.empty(len(rows), weight.inputs, dtype=torch.bfloat16)
+    rows = rows.contiguous()
+    _library().cpu_unpack_rows(
+        ctypes.byref(weight.struct), rows.data_ptr(), len(rows), out.data_ptr()
+    )
+    return out
+
+
+def dequantised(weight: torch.Tensor) -> torch.Tensor:
+    """What int8 leaves of `weight` [outputs, inputs]: float32. The reference of packing."""
+    q, scale = _quantised(weight.float())
+    return q * scale
+
+
+def matmul_reference(
+    x: torch.Tensor, weight: torch.Tensor, *, bias: torch.Tensor | None = None, int8: bool = False,
+    then: str = "store", out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """The same as `matmul` with `weight` [outputs, inputs] as it was packed, in torch operations.
+
+    For int8 the sums are float64, so exact up to 2^53.
+    """
+    if int8:
+        xq, x_scale = _quantised(x.float())
+        q, scale = _quantised(weight.float())
+        sums = (xq.double() @ q.double().T).float() * (x_scale * scale.T)
+        value = sums if bias is None else sums + bias.float()
+    else:
+        value = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    if then == "logits":
+        result = value
+    elif then == "silu":
+        gate, up = value.bfloat16().chunk(2, dim=-1)
+        result = F.silu(gate) * up
+    else:
+        result = value.bfloat16() if then == "store" or out is None else out + value.bfloat16()
+    return result if out is None else out.copy_(result)
+
+
+def matmul(
+    x: torch.Tensor, weight: PackedWeight, *, then: str = "store", out: torch.Tensor | None = None,
+    isa: int | None = None, lanes: Sequence[int] | None = None, threads: int = 1,
+) -> torch.Tensor:  # fmt: skip
+    """`x @ weight.T + bias` for x [M, inputs] of bfloat16, by one thread: [M, outputs].
+
+    `then`: store; add (to `out`, in place); silu (of gated weights: [M, outputs / 2]); logits
+    (float32). Rows of x and of `out` may lie apart. With `lanes` only those of `threads` threads do
+    their part. Raises `ValueError` for what does not fit, and `KernelUnavailable`.
+    """
+    if x.dtype != torch.bfloat16 or x.dim() != 2 or x.shape[1] != weight.inputs:
+        raise ValueError(f"x must be bfloat16 [M, {weight.inputs}], not {x.dtype} {list(x.shape)}")
+    if then not in THEN or (then == "silu") != weight.gated:
+        raise ValueError(f"a {'gated' if weight.gated else 'plain'} weight cannot {then}")
+    shape = (len(x), weight.outputs // 2 if weight.gated else weight.outputs)
+    dtype = torch.float32 if then == "logits" else torch.bfloat16
+    if out is None:
+        out = torch.zeros(shape, dtype=dtype)
+    if out.dtype != dtype or out.shape != shape or out.stride(1) != 1 or x.stride(1) != 1:
+        raise ValueError(f"out must be {dtype} {list(shape)} in rows, and x in rows")
+    for lane in range(threads) if lanes is None else lanes:
+        _library().cpu_matmul(
+            ctypes.byref(weight.struct), x.data_ptr(), x.stride(0), len(x), THEN.index(then),
+            out.data_ptr(), out.stride(0), best_isa() if isa is None else isa, lane, threads,
+        )  # fmt: skip
+    return out
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _in_packed_order(values: torch.Tensor, gated: bool, padded: int) -> torch.Tensor:
+    """`values` [outputs] as packed outputs [padded], zero where there is none."""
+    parts = values.chunk(2) if gated else (values,)
+    blocks = padded // BLOCK // len(parts)
+    rows = [F.pad(part, (0, blocks * BLOCK - len(part))).view(blocks, 1, BLOCK) for part in parts]
+    return torch.cat(rows, dim=1).reshape(-1)
+
+
+def _quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of x as whole numbers from -127 to 127, and their factors [.., 1]."""
+    largest = x.abs().amax(dim=-1, keepdim=True)
+    scale = torch.where(largest < _LEAST, 0.0, largest / 127)
+    q = torch.where(scale > 0, x * (1 / scale), 0.0).round()
+    return q, torch.where(largest.isfinite(), scale, torch.nan)

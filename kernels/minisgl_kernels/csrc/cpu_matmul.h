@@ -1,0 +1,106 @@
+// y = x W^T for packed weights W and bf16 x, with what follows it in a decoder layer.
+//
+// All threads of a team call `matmul` with the same arguments, but for the lane, and wait for each
+// other afterwards. Sums are float32. An output of a row depends on this row alone, to the bit: not
+// on the number of rows nor on that of threads.
+#pragma once
+
+#include <stdlib.h>
+
+#include <algorithm>
+#include <new>
+
+#include "cpu_matmul_portable.h"
+
+namespace minisgl::cpu {
+
+// Memory of one thread, aligned to 64 bytes, that grows and is used again.
+class Scratch {
+ public:
+  Scratch() = default;
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  Scratch(Scratch&& other) noexcept : data_(other.data_), size_(other.size_) {
+    other.data_ = nullptr;
+    other.size_ = 0;
+  }
+  ~Scratch() { free(data_); }
+
+  // At least `bytes`, whose content is undefined. What was given out before is lost.
+  char* get(int64_t bytes) {
+    if (bytes > size_) {
+      free(data_);
+      size_ = (bytes + 4095) / 4096 * 4096;
+      data_ = static_cast<char*>(aligned_alloc(64, size_));
+      if (data_ == nullptr) {
+        size_ = 0;
+        throw std::bad_alloc();
+      }
+    }
+    return data_;
+  }
+
+ private:
+  char* data_ = nullptr;
+  int64_t size_ = 0;
+};
+
+// One thread's place in its team.
+struct Lane {
+  int thread = 0, threads = 1;
+  Isa isa = Isa::portable;
+  Scratch scratch;
+};
+
+struct Range {
+  int64_t begin, end;
+};
+
+// The part of [0, total) that is this thread's, in units of `unit`.
+inline Range share(int64_t total, int64_t unit, const Lane& lane) {
+  const int64_t units = (total + unit - 1) / unit;
+  const int64_t begin = units * lane.thread / lane.threads * unit;
+  const int64_t end = units * (lane.thread + 1) / lane.threads * unit;
+  return {std::min(begin, total), std::min(end, total)};
+}
+
+inline const Kernels& kernels_of(Isa) { return portable_kernels(); }
+
+// Products of x [m, w.inputs], whose rows are `ldx` apart. The epilogue says what becomes of them.
+inline void matmul(const Packed& w, const bf16* x, int64_t ldx, int64_t m, const Epilogue& to,
+                   Lane& lane) {
+  const Kernels& kernels = kernels_of(lane.isa);
+  const Range blocks = share(blocks_of(w), w.gated ? 2 : 1, lane);
+  const int64_t k = padded_inputs(w.inputs, w.stored), bytes = block_bytes(w);
+  const bool int8 = w.stored == Stored::int8;
+  const int64_t rows_at_once = int8 ? 240 : m;
+  const int64_t tile_bytes = kernels.rows * kernels.blocks * kBlock * sizeof(float);
+  char* const memory = lane.scratch.get(tile_bytes + (int8 ? rows_at_once * (k + 64) : 0));
+  auto* const tile = reinterpret_cast<float*>(memory);
+  auto* const scales = reinterpret_cast<float*>(memory + tile_bytes);
+  auto* const quantised = reinterpret_cast<uint8_t*>(memory + tile_bytes + rows_at_once * 64);
+  for (int64_t first = 0; first < m; first += rows_at_once) {
+    const int64_t rows = std::min(rows_at_once, m - first);
+    for (int64_t row = 0; int8 && row < rows; ++row) {
+      scales[row] =
+          kernels.quantise(x + (first + row) * ldx, w.inputs, k, quantised + row * k);
+    }
+    for (int64_t block = blocks.begin; block < blocks.end; block += kernels.blocks) {
+      const int count = static_cast<int>(std::min<int64_t>(kernels.blocks, blocks.end - block));
+      const char* const data = static_cast<const char*>(w.data) + block * bytes;
+      for (int64_t row = 0; row < rows; row += kernels.rows) {
+        const int part = static_cast<int>(std::min<int64_t>(kernels.rows, rows - row));
+        if (int8) {
+          kernels.int8_tile(quantised + row * k, part, reinterpret_cast<const int8_t*>(data), k, count,
+                       scales + row, w.scale + block * kBlock, w.sums + block * kBlock, tile);
+        } else {
+          kernels.bf16_tile(x + (first + row) * ldx, ldx, part, reinterpret_cast<const bf16*>(data),
+                       w.inputs, count, tile);
+        }
+        kernels.finish(tile, part, w, block, count, to, first + row);
+      }
+    }
+  }
+}
+
+}  // namespace minisgl::cpu

@@ -1,0 +1,134 @@
+// What each instruction set must provide for products, and that in plain C++.
+#pragma once
+
+#include "cpu_pack.h"
+
+namespace minisgl::cpu {
+
+// What becomes of the sums, after the bias is added to them in float32.
+enum class Then : int32_t {
+  store = 0,   // out is bf16
+  add = 1,     // out is bf16: the product, rounded to bf16, is added to it and the sum is rounded
+  silu = 2,    // out is bf16 of outputs / 2: silu(gate) * up of gated weights; each is rounded
+  logits = 3,  // out is float32
+};
+
+struct Epilogue {
+  Then then;
+  void* out;    // row i begins at element i * ldo
+  int64_t ldo;
+};
+
+// One instruction set. A tile is [rows, blocks * 16] float32 and is `blocks` * 16 wide.
+struct Kernels {
+  int rows, blocks;  // of the largest tile; blocks is even
+  // Sums of x [rows, inputs], ldx apart, and `blocks` blocks of weights.
+  void (*bf16_tile)(const bf16* x, int64_t ldx, int rows, const bf16* w, int64_t inputs,
+                    int blocks, float* tile);
+  // The same for x [rows, k] of `quantise`, with scales of rows and of outputs.
+  void (*int8_tile)(const uint8_t* x, int rows, const int8_t* w, int64_t k, int blocks,
+                    const float* row_scale, const float* scale, const int32_t* sums, float* tile);
+  // x [inputs] as q + 128 in `out` [k], 128 beyond inputs; the scale. As in cpu_pack.h.
+  float (*quantise)(const bf16* x, int64_t inputs, int64_t k, uint8_t* out);
+  // Puts a tile of rows from `row` and of blocks from `block` where it belongs.
+  void (*finish)(const float* tile, int rows, const Packed& w, int64_t block, int blocks,
+                 const Epilogue& to, int64_t row);
+};
+
+namespace portable {
+
+inline void bf16_tile(const bf16* x, int64_t ldx, int rows, const bf16* w, int64_t inputs,
+                      int blocks, float* tile) {
+  const int64_t k = padded_inputs(inputs, Stored::bf16);
+  for (int row = 0; row < rows; ++row, x += ldx, tile += blocks * kBlock) {
+    for (int block = 0; block < blocks; ++block) {
+      float sum[kBlock] = {};
+      const bf16* from = w + block * kBlock * k;
+      for (int64_t i = 0; i < inputs; i += 2, from += 2 * kBlock) {
+        const float even = to_float(x[i]), odd = i + 1 < inputs ? to_float(x[i + 1]) : 0.0f;
+        for (int j = 0; j < kBlock; ++j) {
+          sum[j] += even * to_float(from[2 * j]) + odd * to_float(from[2 * j + 1]);
+        }
+      }
+      memcpy(tile + block * kBlock, sum, sizeof sum);
+    }
+  }
+}
+
+inline float quantise(const bf16* x, int64_t inputs, int64_t k, uint8_t* out) {
+  const float scale = scale_of(largest_of(x, inputs));
+  const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+  memset(out, 128, k);
+  for (int64_t i = 0; inverse > 0.0f && i < inputs; ++i) {
+    out[i] = static_cast<uint8_t>(128 + lrintf(to_float(x[i]) * inverse));
+  }
+  return scale;
+}
+
+inline void int8_tile(const uint8_t* x, int rows, const int8_t* w, int64_t k, int blocks,
+                      const float* row_scale, const float* scale, const int32_t* sums,
+                      float* tile) {
+  for (int row = 0; row < rows; ++row, x += k, tile += blocks * kBlock) {
+    for (int block = 0; block < blocks; ++block) {
+      int32_t sum[kBlock] = {};
+      const int8_t* from = w + block * kBlock * k;
+      for (int64_t i = 0; i < k; i += 4, from += 4 * kBlock) {
+        for (int j = 0; j < kBlock; ++j) {
+          for (int p = 0; p < 4; ++p) sum[j] += x[i + p] * from[4 * j + p];
+        }
+      }
+      for (int j = 0; j < kBlock; ++j) {
+        const int at = block * kBlock + j;
+        tile[at] = static_cast<float>(sum[j] - 128 * sums[at]) * (row_scale[row] * scale[at]);
+      }
+    }
+  }
+}
+
+inline float silu(float x) { return x / (1.0f + expf(-x)); }
+
+inline float rounded(float value) { return to_float(to_bf16(value)); }
+
+// One row of a tile; also for the last outputs of other instruction sets, where they are no block.
+inline void finish_row(const float* sum, const Packed& w, int64_t block, int blocks,
+                       const Epilogue& to, int64_t row) {
+  const int step = to.then == Then::silu ? 2 : 1;
+  for (int b = 0; b < blocks; b += step) {
+    const float* const at = sum + b * kBlock;
+    const float* const bias = w.bias == nullptr ? nullptr : w.bias + (block + b) * kBlock;
+    const int64_t from = (block + b) / step * kBlock;
+    const int64_t count = w.outputs / step - from < kBlock ? w.outputs / step - from : kBlock;
+    bf16* const out = static_cast<bf16*>(to.out) + row * to.ldo + from;
+    float* const wide = static_cast<float*>(to.out) + row * to.ldo + from;
+    for (int64_t j = 0; j < count; ++j) {
+      const float value = bias == nullptr ? at[j] : at[j] + bias[j];
+      if (to.then == Then::store) {
+        out[j] = to_bf16(value);
+      } else if (to.then == Then::add) {
+        out[j] = to_bf16(to_float(out[j]) + rounded(value));
+      } else if (to.then == Then::logits) {
+        wide[j] = value;
+      } else {
+        const float up = bias == nullptr ? at[kBlock + j] : at[kBlock + j] + bias[kBlock + j];
+        out[j] = to_bf16(rounded(silu(rounded(value))) * rounded(up));
+      }
+    }
+  }
+}
+
+inline void finish(const float* tile, int rows, const Packed& w, int64_t block, int blocks,
+                   const Epilogue& to, int64_t row) {
+  for (int i = 0; i < rows; ++i) {
+    finish_row(tile + i * blocks * kBlock, w, block, blocks, to, row + i);
+  }
+}
+
+}  // namespace portable
+
+inline const Kernels& portable_kernels() {
+  static constexpr Kernels kernels = {4, 4, portable::bf16_tile, portable::int8_tile,
+                                      portable::quantise, portable::finish};
+  return kernels;
+}
+
+}  // namespace minisgl::cpu
