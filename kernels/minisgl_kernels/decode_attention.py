@@ -20,6 +20,8 @@ WARPS_PER_SM = 8
 BALANCE = 28
 """How many parts of a request take as long to combine as one tile to compute, times queries."""
 _WARPS = 4
+_BESIDE_WARPS = WARPS_PER_SM
+"""With all of an SM in one block, blocks cannot spread over SMs that they should leave alone."""
 _FLAGS = ("-maxrregcount=208",)
 """Leaves room on an SM for the end of the kernel before, of whose time ours makes use."""
 _STAGES = {64: 6, 128: 3}
@@ -30,7 +32,9 @@ _MAX_BATCH = 12_000
 Int32s = npt.NDArray[np.int32]
 
 
-def _macros(dtype: torch.dtype, head_dim: int, group: int) -> dict[str, str | int]:
+def _macros(
+    dtype: torch.dtype, head_dim: int, group: int, beside: bool = False
+) -> dict[str, str | int]:
     if dtype not in (torch.bfloat16, torch.float16):
         raise KernelUnavailable(f"decode attention has no kernel for {dtype}")
     if head_dim not in _STAGES:
@@ -38,8 +42,8 @@ def _macros(dtype: torch.dtype, head_dim: int, group: int) -> dict[str, str | in
     if not 1 <= group <= _MAX_GROUP:
         raise KernelUnavailable(f"decode attention has no kernel for {group} queries a KV head")
     return {
-        "T": cuda_type(dtype), "HEAD_DIM": head_dim, "GROUP": group, "WARPS": _WARPS,
-        "STAGES": _STAGES[head_dim],
+        "T": cuda_type(dtype), "HEAD_DIM": head_dim, "GROUP": group, "STAGES": _STAGES[head_dim],
+        "WARPS": _BESIDE_WARPS if beside else _WARPS, "LAUNCH_NEXT": int(not beside),
     }  # fmt: skip
 
 
@@ -56,17 +60,20 @@ class DecodeAttention:
     def __init__(
         self, *, max_batch: int, num_qo_heads: int, num_kv_heads: int, head_dim: int,
         dtype: torch.dtype, device: torch.device, sm_count: int | None = None,
-        balance: int = BALANCE,
+        left: int = 0, balance: int = BALANCE,
     ) -> None:  # fmt: skip
-        """Compiles the kernel. Raises `KernelUnavailable` for a shape that it does not know."""
+        """Compiles the kernel. Raises `KernelUnavailable` for a shape that it does not know.
+
+        With `left`, other kernels run at the same time, on so many SMs that this one leaves alone.
+        """
         group = num_qo_heads // num_kv_heads
-        signature = (dtype, head_dim, group)
+        signature = (dtype, head_dim, group, left > 0)
         _macros(*signature)
         if max_batch > _MAX_BATCH:
             raise KernelUnavailable(f"decode attention takes up to {_MAX_BATCH} requests")
         if sm_count is None:
             sm_count = torch.cuda.get_device_properties(device).multi_processor_count
-        chunks = max_chunks(sm_count, num_kv_heads)
+        chunks = max_chunks(max(1, sm_count - left), num_kv_heads)
         self._plan, self._attention = _plan[signature], _attention[signature]
         self._scale, self._balance = head_dim**-0.5, balance
         self.chunks = torch.zeros((chunks, 8), dtype=torch.int32, device=device)

@@ -60,14 +60,14 @@ class _Plan:
 
 
 class CublasLt:
-    """The library, and what was found for each shape. For one device and one stream at a time."""
+    """The library, and what was found for each shape. For one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._library = _load()
         self._handle = ctypes.c_void_p()
         self._check("cublasLtCreate", ctypes.byref(self._handle))
-        # Products of one stream come after each other, so they can share it.
-        self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._device = device
+        self._workspaces: dict[int, torch.Tensor] = {}
         self._one, self._zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
         self._plans: dict[tuple[int, int, int, torch.dtype, bool], _Plan] = {}
 
@@ -180,15 +180,23 @@ class CublasLt:
     ) -> None:  # fmt: skip
         algorithm = plan.candidates[candidate]
         added = out if residual is None else residual
+        stream = torch.cuda.current_stream().cuda_stream
         self._check(
             "cublasLtMatmul", self._handle, plan.description, ctypes.byref(self._one),
             ctypes.c_void_p(weight.data_ptr()), plan.weight, ctypes.c_void_p(x.data_ptr()), plan.x,
             ctypes.byref(self._zero if residual is None else self._one),
             ctypes.c_void_p(added.data_ptr()), plan.out, ctypes.c_void_p(out.data_ptr()), plan.out,
-            ctypes.byref(algorithm.algorithm), ctypes.c_void_p(self._workspace.data_ptr()),
-            ctypes.c_size_t(WORKSPACE_BYTES),
-            ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+            ctypes.byref(algorithm.algorithm), ctypes.c_void_p(self._workspace(stream)),
+            ctypes.c_size_t(WORKSPACE_BYTES), ctypes.c_void_p(stream),
         )  # fmt: skip
+
+    def _workspace(self, stream: int) -> int:
+        """Products of one stream come after each other, so they can share it."""
+        made = self._workspaces.get(stream)
+        if made is None:
+            made = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
+            self._workspaces[stream] = made
+        return made.data_ptr()
 
     def _check(self, name: str, *arguments: object) -> None:
         status = getattr(self._library, name)(*arguments)

@@ -344,6 +344,37 @@ def test_the_kernel_of_our_own_gives_the_same_bits_each_time(shape: tuple[int, i
         assert torch.equal(backend.forward(q, 1, case.pool, batch), first)
 
 
+def test_two_halves_attend_at_the_same_time() -> None:
+    """On two streams, each with a plan of its own, and SMs left alone by both."""
+    case = Case(16, 8, 128, 64, batch=64)
+    step = case.step(lengths(case, 64) - 1, np.ones(64, np.int64))
+    q, streams = case.queries(64), [torch.cuda.Stream() for _ in range(2)]
+    assert step.device_lens_dev is not None
+    halves = [
+        (
+            DecodeAttention(
+                max_batch=64, num_qo_heads=16, num_kv_heads=8, head_dim=128, dtype=q.dtype,
+                device=DEVICE, left=32,
+            ),
+            part,
+        )
+        for part in (slice(0, 40), slice(40, 64))
+    ]  # fmt: skip
+    results: list[list[torch.Tensor]] = [[], []]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for (kernel, part), stream, found in zip(halves, streams, results, strict=True):
+            with torch.cuda.stream(stream):
+                kernel.plan(step.device_lens_dev[part], step.rows[part])
+                found.append(
+                    kernel.attention(q[part], case.pool.k(1), case.pool.v(1), case.page_table)
+                )
+    torch.cuda.synchronize()
+    case.assert_right(torch.cat((results[0][0], results[1][0])), q, step)
+    for found in results:
+        assert all(torch.equal(found[0], other) for other in found[1:])
+
+
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_block_tables_name_the_pages_of_each_request(page_size: int) -> None:
     case = Case(16, 8, 128, page_size)

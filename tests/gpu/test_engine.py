@@ -15,6 +15,7 @@ import torch
 import transformers
 
 from minisgl import LLM, SamplingParams
+from minisgl.attention.halves import HALVES_ENV
 from minisgl.config import UsageError
 from minisgl.engine.graph_sizes import prompt_sizes
 from minisgl.engine.staging import Staging
@@ -268,6 +269,32 @@ def test_no_array_is_overwritten_while_the_device_is_behind(
     monkeypatch.setattr(Staging, "__init__", with_one_block)
     with on_cuda(folders["qwen3-64"], num_pages=4096) as llm:
         assert tokens(llm) == expected
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_steps_in_halves_are_as_near_to_float32_as_whole_ones(
+    folders: Folders, references: dict[str, Reference], shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(HALVES_ENV, "2")
+    for options in ({}, {"overlap_scheduling": False}):
+        with on_cuda(folders[shape], **options) as llm:
+            check_logits(llm, references[shape], f"{shape} in halves {options}")
+
+
+def test_halves_of_a_large_batch_do_not_touch_each_other(
+    configs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice the same tokens, from a model whose random weights let no error pass."""
+    monkeypatch.setenv(HALVES_ENV, "64")
+    g = torch.Generator().manual_seed(2)
+    load = [torch.randint(0, 151_000, (40 + 7 * i,), generator=g).tolist() for i in range(150)]
+    params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
+    options: dict[str, Any] = {"load_format": "dummy", "device": "cuda", "cache_type": "naive"}
+    with LLM(configs / "qwen3-0.6b", memory_ratio=0.5, **options) as llm:
+        one, other = ([o.token_ids for o in llm.generate(load, params)] for _ in range(2))
+        integrity.check(llm._scheduler)
+    assert one == other
+    assert len({tuple(tokens) for tokens in one}) > 100
 
 
 def test_short_prompts_give_the_same_with_and_without_graphs_for_them(

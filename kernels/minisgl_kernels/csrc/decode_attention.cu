@@ -310,7 +310,8 @@ __global__ void attention(const __grid_constant__ Inputs in) {
     copy_next(stage);
   }
   if (!waited) wait_for_previous();
-  launch_next();
+  // The next kernel would wait on SMs that are left to kernels of another stream.
+  if (LAUNCH_NEXT) launch_next();
 
   // Of the request at hand: its queries as columns, and what was computed of it in this chunk.
   int index = chunk.index;

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from minisgl.attention.halves import Halves
 from minisgl.config import UsageError
 
 if TYPE_CHECKING:
@@ -92,6 +93,9 @@ class ForwardBatch:
     """[B] int32 on the device: `device_lens` again. None on a CPU."""
     cu_seqlens_q: torch.Tensor | None = None
     """[B + 1] int32 on the device: where each request's new tokens start, and T. None on a CPU."""
+    halves: Halves | None = None
+    """Of a captured decode step whose halves are computed beside each other; the backend gets them
+    one by one in `forward`, with metadata of their own."""
     metadata: Any = None
     """What the backend made for its `forward`."""
 
@@ -127,6 +131,9 @@ class AttentionBackend(ABC):
     captures_prefill: ClassVar[bool] = False
     """So can its prefill of few tokens, with the number of requests and of tokens fixed: requests
     may have no new token, and all lengths are on the device."""
+    splits: ClassVar[bool] = False
+    """`forward` of both halves of a captured decode step may run at the same time, once
+    `capture_metadata` has filled the metadata of each (`ForwardBatch.halves`)."""
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (*HALVES, torch.float32)
 
     def __init__(self, ctx: AttentionContext) -> None:

@@ -1,13 +1,18 @@
 """The project's own decode kernel (minisgl_kernels.decode_attention). It reads slots: any page size
 suits it, and there is no work for the host."""
 
+import os
+
 import torch
 
 from minisgl.attention.base import HALVES, AttentionBackend, AttentionContext, ForwardBatch
 from minisgl.config import UsageError
 from minisgl.kvcache.pool import KVPool
 from minisgl_kernels.build import KernelUnavailable
-from minisgl_kernels.decode_attention import decode_attention_function
+from minisgl_kernels.decode_attention import DecodeAttention, decode_attention_function
+
+LEFT = 32
+"""Multiprocessors that the attention of half a batch leaves to what runs beside it."""
 
 
 class MiniBackend(AttentionBackend):
@@ -15,6 +20,7 @@ class MiniBackend(AttentionBackend):
 
     default_page_size = 64
     captures = True
+    splits = True
     dtypes = HALVES
 
     @classmethod
@@ -36,24 +42,42 @@ class MiniBackend(AttentionBackend):
             raise UsageError(
                 "--attention-backend mini cannot be compiled here, as a warning says; use fi"
             )
+        self._make = make
         try:
-            self._kernel = make(
-                max_batch=ctx.max_running, num_qo_heads=ctx.num_qo_heads,
-                num_kv_heads=ctx.num_kv_heads, head_dim=ctx.head_dim, dtype=ctx.dtype,
-                device=ctx.device,
-            )  # fmt: skip
+            self._whole = self._kernel()
         except KernelUnavailable as error:
             raise UsageError(f"--attention-backend mini: {error}; use fi") from None
+        self._halves: list[DecodeAttention] = []
 
     def prepare_metadata(self, batch: ForwardBatch) -> None:
-        self._kernel.plan(batch.device_lens_dev, batch.rows)  # type: ignore[arg-type]
+        _plan(batch, self._whole)
 
     def capture_metadata(self, batch: ForwardBatch) -> None:
-        self.prepare_metadata(batch)
+        if batch.halves is None:
+            self.prepare_metadata(batch)
+            return
+        if not self._halves:  # at the first warm-up, before anything is captured
+            left = int(os.environ.get("MINISGL_HALVES_LEFT", LEFT))
+            self._halves = [self._kernel(left) for _ in range(2)]
+        for half, kernel in zip(batch.halves.batches, self._halves, strict=True):
+            _plan(half, kernel)
 
     def forward(
         self, q: torch.Tensor, layer: int, pool: KVPool, batch: ForwardBatch
     ) -> torch.Tensor:
-        return self._kernel.attention(
-            q.contiguous(), pool.k(layer), pool.v(layer), batch.page_table
-        )
+        kernel: DecodeAttention = batch.metadata
+        return kernel.attention(q.contiguous(), pool.k(layer), pool.v(layer), batch.page_table)
+
+    def _kernel(self, left: int = 0) -> DecodeAttention:
+        ctx = self.ctx
+        return self._make(
+            max_batch=ctx.max_running, num_qo_heads=ctx.num_qo_heads,
+            num_kv_heads=ctx.num_kv_heads, head_dim=ctx.head_dim, dtype=ctx.dtype,
+            device=ctx.device, left=left,
+        )  # fmt: skip
+
+
+def _plan(batch: ForwardBatch, kernel: DecodeAttention) -> None:
+    assert batch.device_lens_dev is not None
+    kernel.plan(batch.device_lens_dev, batch.rows)
+    batch.metadata = kernel

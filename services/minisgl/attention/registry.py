@@ -48,6 +48,7 @@ class HybridBackend(AttentionBackend):
         # Those of a pair are not those of the class.
         self.captures = decode.captures  # type: ignore[misc]
         self.captures_prefill = prefill.captures_prefill  # type: ignore[misc]
+        self.splits = decode.splits  # type: ignore[misc]
 
     def prepare_metadata(self, batch: ForwardBatch) -> None:
         self._of(batch).prepare_metadata(batch)

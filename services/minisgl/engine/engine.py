@@ -142,6 +142,13 @@ class Engine(StepEngine):
     def waited(self) -> float:  # type: ignore[override]
         return self._live.waited
 
+    @property
+    def busy(self) -> float:  # type: ignore[override]
+        return self._live.busy
+
+    def measure_busy(self) -> None:
+        self._live.measure_busy()
+
     def close(self) -> None:
         if self._runner is None:
             return
@@ -195,6 +202,7 @@ class Engine(StepEngine):
         runner = CudaRunner(
             parts, self._stream, vocab_size=self.vocab_size, dtype=self._dtype,
             max_requests=requests, max_tokens=tokens, check=comm.check,
+            halves_from=network.model.halves_from if attention.splits else 0,
         )  # fmt: skip
         self._runner = runner
         few, many = 1, min(64, self.max_seq_len, config.max_prefill_tokens)

@@ -6,6 +6,7 @@ from functools import cached_property
 import torch
 
 from minisgl.attention.base import AttentionBackend, ForwardBatch
+from minisgl.attention.halves import least_requests
 from minisgl.distributed import Communicator
 from minisgl.kvcache.pool import KVPool
 from minisgl.layers.activation import silu_and_mul
@@ -217,7 +218,7 @@ class Decoder(BaseOP):
         known = dtype == torch.bfloat16 and not any(width % K_STEP for width in widths)
         self._few = max_tokens() if alone and known and not config.mlp_bias else 0
         self._choice = Choice()
-        self._device = device
+        self._device, self._alone = device, comm.size == 1
 
     @torch.inference_mode()
     def choose_products(self) -> dict[int, Own]:
@@ -259,10 +260,29 @@ class Decoder(BaseOP):
         """Whether its steps may be part of a CUDA graph: experts in torch operations may not."""
         return all(getattr(layer.mlp, "captures", True) for layer in self._layers)
 
+    @property
+    def halves_from(self) -> int:
+        """Requests from which on a decode step is computed in halves; 0: never. Collectives of two
+        streams, and experts, have one workspace."""
+        dense = all(isinstance(layer.mlp, MLP) for layer in self._layers)
+        if self._device.type != "cuda" or not self._alone or not dense:
+            return 0
+        layer = sum(weight.nbytes for weight in self._layers[0].state_dict().values())
+        return least_requests(layer, torch.cuda.get_device_properties(self._device).L2_cache_size)
+
     def forward(self, batch: ForwardBatch, attn: AttentionBackend, pool: KVPool) -> torch.Tensor:
         """The hidden state of each request's last token: [B, hidden]."""
+        x = self.embed_tokens.forward(batch.input_ids)
+        if batch.halves is None:
+            return self._last_hidden(x, batch, attn, pool)
+        return batch.halves.compute(lambda x, half: self._last_hidden(x, half, attn, pool), x)
+
+    def _last_hidden(
+        self, x: torch.Tensor, batch: ForwardBatch, attn: AttentionBackend, pool: KVPool
+    ) -> torch.Tensor:
+        """From embedded tokens to the last norm."""
         rope = Rope(self._rotary, self._rope_table, batch.positions, self._dtype)
-        x, residual = self.embed_tokens.forward(batch.input_ids), None
+        residual: torch.Tensor | None = None
         if len(x) <= self._few and (linear := skinny_linear_function()) is not None:
             own = self._choice[len(x)]
             for layer in self._layers:
