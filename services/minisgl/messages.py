@@ -409,6 +409,8 @@ class GroupLoad(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Requests that gave their pages back and were computed again."""
     transport: str = ""
     """What tensors travel by between rank 0 and the others: see `Communicator.transport`."""
+    busy_seconds: float = 0.0
+    """In which rank 0's device computed steps: see `StepEngine.busy`."""
 
 
 STEP_BUCKETS = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.5, 1, 2, 5)

@@ -21,6 +21,8 @@ class _Slot:
         self.tensor = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
         self.array = self.tensor.numpy()
         self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.span: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        """Where the step begins and ends on its stream, if that is measured."""
         self.output: CudaOutput | None = None
         self.source: object = None
         """What the copy reads: its memory must not be given to others meanwhile."""
@@ -31,6 +33,10 @@ class _Slot:
         if size not in self._parts:
             self._parts[size] = self.tensor[:size]
         return self._parts[size]
+
+
+def _timed_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 class Results:
@@ -47,8 +53,24 @@ class Results:
         self.check = check
         self.waited = 0.0
         """Seconds that the host has waited for the device."""
+        self.busy = 0.0
+        """Seconds from the beginning to the end of each step on the device, of steps that were read
+        since `measure_busy`."""
         self.copied: torch.cuda.Event | None = None
         """The last copy: before it is over, nothing may overwrite what it reads."""
+
+    def measure_busy(self) -> None:
+        """Count `busy` from the next step on. It costs two events a step."""
+        for slot in self._slots:
+            slot.span = (_timed_event(), _timed_event())
+
+    def begin(self) -> None:
+        """The work of the next step follows on its stream."""
+        slot = self._slots[self._next]
+        if slot.span is not None:
+            if slot.output is not None:
+                slot.output.wait()  # reads the two events before they are recorded anew
+            slot.span[0].record(self._stream)
 
     def queue(self, tokens: torch.Tensor, count: int, logprobs: Logprobs | None) -> "CudaOutput":
         """Copy what was sampled to the host: the first `count` of `tokens` count. The current
@@ -57,6 +79,8 @@ class Results:
         self._next = (self._next + 1) % len(self._slots)
         if slot.output is not None:
             slot.output.wait()  # takes its tokens out, if nobody has read them
+        if slot.span is not None:
+            slot.span[1].record(self._stream)
         self._computed.record(self._stream)
         self._copies.wait_event(self._computed)
         torch.cuda.set_stream(self._copies)  # not `with stream`, which takes ten times as long
@@ -79,6 +103,7 @@ class CudaOutput:
         self, results: Results, slot: _Slot, count: int, logprobs: Logprobs | None
     ) -> None:
         self._results, self._slot, self._count, self._logprobs = results, slot, count, logprobs
+        self._span = slot.span
         self._result: StepResult | None = None
 
     def wait(self) -> StepResult:
@@ -86,6 +111,9 @@ class CudaOutput:
             began = time.perf_counter()
             self._slot.event.synchronize()
             self._results.waited += time.perf_counter() - began
+            if self._span is not None:
+                begin, end = self._span
+                self._results.busy += begin.elapsed_time(end) / 1e3
             self._results.check()  # of a lost peer the collectives end, and then come garbage
             tokens = self._slot.array[: self._count].astype(np.int64)
             logprobs = None if self._logprobs is None else self._logprobs.to_host()

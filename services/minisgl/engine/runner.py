@@ -1,5 +1,6 @@
 """One step from the scheduler's arrays to tokens, where every call computes at once."""
 
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,6 +38,13 @@ class Runner(Protocol):
         """Seconds that the host has waited for the device."""
         ...
 
+    @property
+    def busy(self) -> float:
+        """Seconds that the device took for steps, once `measure_busy` was called."""
+        ...
+
+    def measure_busy(self) -> None: ...
+
     def forward(self, step: StepInput) -> StepOutput: ...
 
 
@@ -47,10 +55,20 @@ class HostRunner:
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
+        self.busy = 0.0
         self._device = parts.tables.pages.device
 
-    @torch.inference_mode()
+    def measure_busy(self) -> None:
+        self.busy = 0.0
+
     def forward(self, step: StepInput) -> StepOutput:
+        began = time.perf_counter()
+        output = self._compute(step)
+        self.busy += time.perf_counter() - began
+        return output
+
+    @torch.inference_mode()
+    def _compute(self, step: StepInput) -> StepOutput:
         parts, tables = self.parts, self.parts.tables
         self._write(tables.flat_pages, step.slot_writes)
         self._write(tables.flat_tokens, step.token_writes)

@@ -89,6 +89,10 @@ class StepEngine(ABC):
     """About how many tokens of prompts it computes in a second."""
     waited: float = 0.0
     """Seconds that `StepOutput.wait` has blocked in all."""
+    busy: float = 0.0
+    """Seconds in which the device had a step to compute, counted from `measure_busy` on: each step
+    that was read, from its first work on the device to its last. Between ranks a step includes the
+    time that one waits for another."""
     report: Mapping[str, Any] = MappingProxyType({})
     """What its start took: seconds, bytes."""
 
@@ -105,6 +109,9 @@ class StepEngine(ABC):
     @abstractmethod
     def forward(self, step: StepInput) -> StepOutput:
         """Queue one step and return at once, where the device can."""
+
+    def measure_busy(self) -> None:  # noqa: B027 (nothing is computed)
+        """Begin to count `busy`."""
 
     def close(self) -> None:  # noqa: B027 (nothing to free)
         """Give the memory back; no step may follow. Harmless when repeated."""

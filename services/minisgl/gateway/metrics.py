@@ -118,6 +118,11 @@ class _Groups(Collector):
         retractions = CounterMetricFamily(
             "minisgl_retractions", "Requests that gave their pages back", labels=["group"]
         )
+        busy = CounterMetricFamily(
+            "minisgl_device_busy_seconds",
+            "Time in which the device of a group's rank 0 computed steps",
+            labels=["group"],
+        )
         errors = CounterMetricFamily(
             "minisgl_bus_errors",
             "Entries and messages of the bus that could not be read",
@@ -130,13 +135,14 @@ class _Groups(Collector):
         )
         for load in loads:
             retractions.add_metric([load.group], load.retractions)
+            busy.add_metric([load.group], load.busy_seconds)
             counts = load.step_buckets or [0] * len(STEP_BUCKETS)
             buckets = [
                 (str(float(b)), float(n)) for b, n in zip(STEP_BUCKETS, counts, strict=False)
             ]
             buckets.append(("+Inf", float(load.steps)))
             steps.add_metric([load.group], buckets, load.step_seconds)
-        yield from (retractions, errors, steps)
+        yield from (retractions, busy, errors, steps)
         yield CounterMetricFamily(
             "minisgl_request_replays", "Attempts after the first", value=self._replays()
         )

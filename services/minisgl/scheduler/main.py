@@ -107,6 +107,8 @@ def run_engine(
         if sink is not None:
             sink.scheduler = scheduler
         feed = make_feed(comm, place, PATIENCE_SECONDS)
+        if first:
+            engine.measure_busy()
         rank = Rank(
             scheduler,
             feed,
@@ -120,6 +122,7 @@ def run_engine(
             drain_seconds=config.drain,
             silence=config.heartbeat_timeout_seconds,
             transport=comm.transport,
+            busy=lambda: engine.busy,
         )
         comm.barrier()
         members.formed()

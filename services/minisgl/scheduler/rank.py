@@ -72,13 +72,15 @@ class Rank:
         drain_seconds: float = 0.0,
         silence: float = float("inf"),
         transport: str = "",
+        busy: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = boot_clock,
     ) -> None:
         """`bus` and `sink` are rank 0's. `state` makes this rank's state, `publish` shows it.
 
         `turn` is called at the start of each round. Once the group leaves, it hands back after
         `drain_seconds` what it still holds, if another group lives. `silence` is the heartbeat
-        time-out in seconds, of `clock`. `transport` is what tensors travel by, for the load.
+        time-out in seconds, of `clock`. `transport` is what tensors travel by, and `busy` gives the
+        seconds that the device has computed, both for the load.
         """
         self._scheduler = scheduler
         self._feed = feed
@@ -90,6 +92,7 @@ class Rank:
         self._publish = publish
         self._clock = clock
         self._transport = transport
+        self._busy = busy
         self._steps = StepClock()
         self._gateways = Gateways(silence)
         self._errors = 0
@@ -137,6 +140,7 @@ class Rank:
             step_buckets=self._steps.cumulative(),
             retractions=scheduler.retractions,
             transport=self._transport,
+            busy_seconds=self._busy(),
         )
 
     def _receive(self) -> list[bytes]:

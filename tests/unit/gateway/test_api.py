@@ -204,9 +204,9 @@ def test_metrics_exist_from_the_start_and_count_a_request_once(stage: Stage) -> 
     for name in (
         "requests_running", "requests_waiting", "kv_pages_total", "kv_pages_free",
         "kv_pages_evictable", "prompt_tokens_total", "generation_tokens_total",
-        "cached_tokens_total", "request_replays_total", "bus_errors_total", "step_seconds_count",
-        "time_to_first_token_seconds_count", "inter_token_latency_seconds_count",
-        "request_duration_seconds_count",
+        "cached_tokens_total", "device_busy_seconds_total", "request_replays_total",
+        "bus_errors_total", "step_seconds_count", "time_to_first_token_seconds_count",
+        "inter_token_latency_seconds_count", "request_duration_seconds_count",
     ):  # fmt: skip
         assert f"minisgl_{name}" in before, name
     assert before["minisgl_prompt_tokens_total"] == 0
