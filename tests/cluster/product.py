@@ -83,8 +83,9 @@ class Operator:
         return done.stdout
 
     def install(self, *sets: str) -> None:
-        """Install or upgrade; until the operator's pod is ready."""
-        flags = [word for one in sets for word in ("--set", one)]
+        """Install or upgrade, with these values alone; until the operator's pod is ready."""
+        # Without any value Helm takes those of the release before.
+        flags = ["--reset-values", *(word for one in sets for word in ("--set", one))]
         self.helm("upgrade", "--install", RELEASE, str(CHART), "--create-namespace", *flags)
         self.wait()
 
