@@ -48,7 +48,7 @@ def call_norms() -> None:
     """Rows of one warp, of several, and of several accesses a thread."""
     for hidden in (128, 1024, 16384, 33):
         norm.rms_norm(_randn(3, hidden), _randn(hidden), 1e-6)
-        norm.add_rms_norm(_randn(3, hidden), _randn(3, hidden), _randn(hidden), 1e-6)
+        norm.add_rms_norm(*_randn(2, 3, hidden), _randn(hidden), 1e-6, _randn(99, 4096))
 
 
 def call_qk_rope_store() -> None:
@@ -59,14 +59,15 @@ def call_qk_rope_store() -> None:
         out_loc = torch.randperm(7, device=DEVICE)[:5].int()
         weight = _randn(dim)
         qk_rope_store.qk_rope_store(
-            qkv, weight, weight, 1e-6, table, _integers(11, 5), out_loc, *slots, 3, 2
-        )
+            qkv, weight, weight, 1e-6, table, _integers(11, 5), out_loc, *slots, 3, 2,
+            _randn(99, 4096),
+        )  # fmt: skip
 
 
 def call_silu_and_mul() -> None:
     """Accesses of 16 and of 2 bytes."""
     for width in (3072, 33):
-        activation.silu_and_mul(_randn(3, 2 * width))
+        activation.silu_and_mul(_randn(3, 2 * width), _randn(99, 4096))
 
 
 def call_decode_inputs() -> None:
@@ -108,14 +109,17 @@ def call_block_table() -> None:
 
 
 def call_decode_attention() -> None:
-    """Whole requests and parts of requests, twice each."""
-    for heads, kv_heads, dim, lens in ((4, 2, 128, [1, 17, 500]), (3, 1, 64, [3000, 40])):
+    """Whole requests and parts of requests, twice each; the second time beside other kernels."""
+    for heads, kv_heads, dim, lens, left in (
+        (4, 2, 128, [1, 17, 500], 0), (3, 1, 64, [3000, 40], 1),
+    ):  # fmt: skip
         width, batch = max(lens), len(lens)
         slots = _randn(2, batch * width, kv_heads, dim)
         table = torch.randperm(batch * width, device=DEVICE).view(batch, width).int()
         kernel = DecodeAttention(
             max_batch=batch, num_qo_heads=heads, num_kv_heads=kv_heads, head_dim=dim,
-            dtype=torch.bfloat16, device=torch.device(DEVICE), sm_count=1,
+            dtype=torch.bfloat16, device=torch.device(DEVICE), sm_count=1 + left,
+            left=left,
         )  # fmt: skip
         rows = torch.randperm(batch, device=DEVICE).int()
         kernel.plan(torch.tensor(lens, dtype=torch.int32, device=DEVICE), rows)
@@ -137,7 +141,7 @@ def call_skinny_linear() -> None:
         x, weight = _randn(tokens, 1056), _randn(42, 1056)
         skinny_linear(x, weight, bias=_randn(42))
         skinny_linear(x, weight, norm=_randn(1056), eps=1e-6, silu=True)
-        skinny_linear(x, weight, residual=_randn(tokens, 42))
+        skinny_linear(x, weight, residual=_randn(tokens, 42), ahead=_randn(99, 4096))
 
 
 CALLS: dict[str, Callable[[], None]] = {

@@ -19,6 +19,7 @@ from minisgl_kernels import (
     qk_rope_store,
     sample,
     skinny_linear,
+    wide_linear,
 )
 from tests.unit.emulator import emulated_module
 from tests.unit.sanitizer import needs_compiler
@@ -26,6 +27,8 @@ from tests.unit.sanitizer import needs_compiler
 pytestmark = needs_compiler
 
 BF16 = torch.bfloat16
+AHEAD = torch.ones(1 << 16)
+"""Weights that the next kernel reads."""
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +47,7 @@ def emulated(monkeypatch):
         sample,
         skinny_linear,
         filter_bounds,
+        wide_linear,
     )
     for module in modules:
         monkeypatch.setattr(module._family, "_made", {})
@@ -85,7 +89,8 @@ def test_norms(hidden, dtype):
     torch.testing.assert_close(plain, norm.rms_norm_reference(x, weight, 1e-6), **close)
     expected_residual = residual.clone()
     expected = norm.add_rms_norm_reference(x, expected_residual, weight, 1e-6)
-    torch.testing.assert_close(norm.add_rms_norm(x, residual, weight, 1e-6), expected, **close)
+    normal = norm.add_rms_norm(x, residual, weight, 1e-6, AHEAD)
+    torch.testing.assert_close(normal, expected, **close)
     assert torch.equal(residual, expected_residual)
 
 
@@ -103,7 +108,7 @@ def test_qk_rope_store(dim, normalised, tokens):
     slots = torch.randn(2, tokens + 4, hkv, dim).to(BF16)
     expected = slots.clone()
     before = (qkv, *weights, 1e-6, table, positions, out_loc)
-    q = qk_rope_store.qk_rope_store(*before, slots[0], slots[1], hq, hkv)
+    q = qk_rope_store.qk_rope_store(*before, slots[0], slots[1], hq, hkv, AHEAD)
     q_ref = qk_rope_store.qk_rope_store_reference(*before, expected[0], expected[1], hq, hkv)
     close = {"rtol": torch.finfo(BF16).eps, "atol": 1e-5}
     torch.testing.assert_close(q, q_ref, **close)
@@ -114,7 +119,7 @@ def test_qk_rope_store(dim, normalised, tokens):
 def test_silu_and_mul(width):
     x = (torch.randn(3, 2 * width) * 3).to(BF16)
     close = {"rtol": torch.finfo(BF16).eps, "atol": 1e-6}
-    found = activation.silu_and_mul(x)
+    found = activation.silu_and_mul(x, AHEAD)
     torch.testing.assert_close(found, activation.silu_and_mul_reference(x), **close)
 
 
@@ -146,7 +151,7 @@ def test_skinny_linear(tokens, rows, k, options):
     theirs = given if residual is None else {"residual": residual.float()}
     mine = given if residual is None else {"residual": residual}
     exact = skinny_linear.skinny_linear_reference(x.float(), weight.float(), **theirs)
-    out = skinny_linear.skinny_linear(x, weight, **mine)
+    out = skinny_linear.skinny_linear(x, weight, **mine, ahead=AHEAD)
     assert (out.float() - exact).norm() < 6e-3 * exact.norm()
 
 
@@ -256,3 +261,47 @@ def test_filter_bounds_pass_the_tokens_of_the_filters(levels, limits):
 
     found = filter_bounds.filter_bounds(logits, temperature, *given)
     assert torch.equal(passing(*found), passing(*bounds(y, *given)))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "k", "cut", "option"),
+    [
+        (5, 64, 64, wide_linear.Blocks(1), "plain"),
+        (19, 72, 192, wide_linear.Blocks(1, split=2), "bias"),
+        (37, 144, 448, wide_linear.Blocks(2, split=3, tiles=2), "residual"),
+        (20, 176, 448, wide_linear.Blocks(1, split=2, share=2, shared=28_000), "following"),
+        (21, 176, 192, wide_linear.Blocks(3, share=2, shared=80_000), "silu"),
+        (33, 80, 320, wide_linear.Blocks(1, share=2, tiles=2, shared=28_000), "normed"),
+    ],
+)
+def test_wide_linear(tokens, rows, k, cut, option):
+    x, weight = torch.randn(tokens, k).to(BF16), (torch.randn(rows, k) * k**-0.5).to(BF16)
+    bias, residual = torch.randn(rows).to(BF16), torch.randn(tokens, rows).to(BF16)
+    norm, exact, close = torch.randn(k).to(BF16), wide_linear.wide_linear_reference, 6e-3
+    if option == "following":
+        weight_of_norm, kept = torch.randn(rows).to(BF16), residual.float()
+        expected = wide_linear.wide_add_reference(
+            kept, x.float(), weight.float(), weight_of_norm.float()
+        )
+        found = wide_linear.wide_add(residual, x, weight, weight_of_norm, blocks=cut)
+        assert (residual - kept).norm() < close * kept.norm()
+        assert (found.x - expected.x).norm() < close * expected.x.norm()
+        torch.testing.assert_close(
+            found.squares.sum(dim=1), expected.squares[:, 0], rtol=close, atol=0
+        )
+        return
+    if option == "normed":
+        squares = x.float().square().view(tokens, 4, -1).sum(dim=2)
+        x = wide_linear.Normed(x * norm, squares)
+    mine, theirs = {"eps": 1e-3}, {"eps": 1e-3}
+    if option == "bias":
+        mine, theirs = {"bias": bias}, {"bias": bias.float()}
+    elif option == "residual":
+        mine, theirs = {"residual": residual.clone()}, {"residual": residual.float()}
+    elif option == "silu":
+        mine, theirs = {"silu": True, "norm": norm}, {"silu": True, "norm": norm.float()}
+        x = x + 0
+    wide = x if isinstance(x, wide_linear.Normed) else x.float()
+    expected = exact(wide, weight.float(), **theirs)
+    out = wide_linear.wide_linear(x, weight, blocks=cut, **mine)
+    assert (out.float() - expected).norm() < close * expected.norm()

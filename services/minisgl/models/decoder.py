@@ -12,21 +12,18 @@ from minisgl.kvcache.pool import KVPool
 from minisgl.layers.activation import silu_and_mul
 from minisgl.layers.base import BaseOP, OPList
 from minisgl.layers.embedding import ParallelLMHead, TiedLMHead, VocabParallelEmbedding
-from minisgl.layers.linear import Linear, MergedColumnLinear, Part, RowParallelLinear
+from minisgl.layers.linear import MergedColumnLinear, Part, RowParallelLinear
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rotary import Angles, RotaryEmbedding
 from minisgl.layers.sharding import HeadShard, Shard, even_shard, head_shard
 from minisgl.models.config import ModelConfig
-from minisgl.models.products import Choice, Own, Product, graph_seconds
+from minisgl.models.products import GROUPS, Choice, Kernels, Way, Ways, graph_seconds
 from minisgl.moe.layer import MoeMLP
+from minisgl_kernels.ahead import TOKENS, TOKENS_BEFORE_ATTENTION
+from minisgl_kernels import skinny_linear, wide_linear
 from minisgl_kernels.build import KernelUnavailable
+from minisgl_kernels.cuda_build import collected, prepare
 from minisgl_kernels.qk_rope_store import qk_rope_store_function
-from minisgl_kernels.skinny_linear import (
-    K_STEP,
-    SkinnyLinear,
-    max_tokens,
-    skinny_linear_function,
-)
 
 
 class Rope:
@@ -92,10 +89,11 @@ class Attention(BaseOP):
             norms: tuple[torch.Tensor | None, torch.Tensor | None, float] = (None, None, 0.0)
             if self.q_norm is not None and self.k_norm is not None:
                 norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+            ahead = _ahead(qkv, self.o_proj, TOKENS_BEFORE_ATTENTION)
             with contextlib.suppress(KernelUnavailable):  # of this type or width of heads
                 return fused(
                     qkv, *norms, rope.table, batch.positions, batch.out_loc,
-                    pool.k(self._layer), pool.v(self._layer), self._q, self._kv,
+                    pool.k(self._layer), pool.v(self._layer), self._q, self._kv, ahead,
                 )  # fmt: skip
         heads = qkv.view(-1, self._q + 2 * self._kv, self._dim)
         qk, v = heads[:, : self._q + self._kv], heads[:, self._q + self._kv :]
@@ -123,7 +121,8 @@ class MLP(BaseOP):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x is [T, hidden]; so is the result."""
-        return self.down_proj.forward(silu_and_mul(self.gate_up_proj.forward(x)))
+        x = self.gate_up_proj.forward(x)
+        return self.down_proj.forward(silu_and_mul(x, _ahead(x, self.down_proj)))
 
 
 class DecoderLayer(BaseOP):
@@ -144,52 +143,35 @@ class DecoderLayer(BaseOP):
         attn: AttentionBackend, pool: KVPool,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """x and residual are [T, hidden]: what was computed last and what it is to be added to."""
-        x, residual = self.input_layernorm.forward_add(x, residual)
+        ahead = _ahead(x, self.self_attn.qkv_proj)
+        x, residual = self.input_layernorm.forward_add(x, residual, ahead)
         x = self.self_attn.forward(x, rope, batch, attn, pool)
-        x, residual = self.post_attention_layernorm.forward_add(x, residual)
+        ahead = _ahead(x, self.mlp.gate_up_proj) if isinstance(self.mlp, MLP) else None
+        x, residual = self.post_attention_layernorm.forward_add(x, residual, ahead)
         return self.mlp.forward(x), residual
 
     def forward_few(
-        self, h: torch.Tensor, rope: Rope, batch: ForwardBatch, attn: AttentionBackend,
-        pool: KVPool, linear: SkinnyLinear, own: Own,
-    ) -> None:  # fmt: skip
-        """The same for few tokens of one rank: adds to the residual h [T, hidden] in place."""
-        qkv = self.qkv(h, linear if own.qkv else None)
-        heads = self.self_attn.heads(qkv, rope, batch, attn, pool)
-        add_product(h, heads, self.self_attn.o_proj, linear if own.o else None)
+        self, h: torch.Tensor, ready: Normed | None, rope: Rope, batch: ForwardBatch,
+        attn: AttentionBackend, pool: KVPool, kernels: Kernels, ways: Ways,
+        following: RMSNorm | None,
+    ) -> Normed | None:  # fmt: skip
+        """The same for few tokens of one rank: adds to the residual h [T, hidden] in place.
+
+        `ready` is h behind `input_layernorm`, and the result is it behind `following`, the next
+        layer's, where products leave that behind.
+        """
+        attention, norm = self.self_attn, self.post_attention_layernorm
+        qkv = kernels.normed(ways.qkv, h, ready, self.input_layernorm, attention.qkv_proj)
+        heads = attention.heads(qkv, rope, batch, attn, pool)
+        dense = isinstance(self.mlp, MLP)
+        then = norm if dense and ways.gate_up == Way.WIDE else None
+        ready = kernels.added(ways.o, h, heads, attention.o_proj, then)
         if not isinstance(self.mlp, MLP):
-            h.add_(self.mlp.forward(self.post_attention_layernorm.forward(h)))
-            return
-        x = self.gate_up(h, linear if own.gate_up else None)
-        add_product(h, x, self.mlp.down_proj, linear if own.down else None)
-
-    def qkv(self, h: torch.Tensor, linear: SkinnyLinear | None) -> torch.Tensor:
-        """Norm and QKV product."""
-        norm, project = self.input_layernorm, self.self_attn.qkv_proj
-        if linear is None:
-            return project.forward(norm.forward(h))
-        return linear(h, project.weight, norm=norm.weight, eps=norm.eps, bias=project.bias)
-
-    def gate_up(self, h: torch.Tensor, linear: SkinnyLinear | None) -> torch.Tensor:
-        """Norm, product and gate of a dense MLP."""
-        norm = self.post_attention_layernorm
-        assert isinstance(self.mlp, MLP)
-        project = self.mlp.gate_up_proj
-        if linear is None:
-            return silu_and_mul(project.forward(norm.forward(h)))
-        return linear(h, project.weight, norm=norm.weight, eps=norm.eps, silu=True)
-
-
-def add_product(
-    h: torch.Tensor, x: torch.Tensor, by: RowParallelLinear, linear: SkinnyLinear | None
-) -> None:
-    """Add the product of x to h, on one rank."""
-    if linear is not None:
-        linear(x, by.weight, bias=by.bias, residual=h)
-        return
-    h.addmm_(x, by.weight.t())
-    if by.bias is not None:
-        h.add_(by.bias)
+            h.add_(self.mlp.forward(norm.forward(h)))
+            return None
+        x = kernels.normed(ways.gate_up, h, ready, norm, self.mlp.gate_up_proj, silu=True)
+        then = following if ways.qkv == Way.WIDE else None
+        return kernels.added(ways.down, h, x, self.mlp.down_proj, then)
 
 
 class Decoder(BaseOP):
@@ -215,45 +197,65 @@ class Decoder(BaseOP):
         widths = (config.hidden_size, heads.q.local * config.head_dim, config.intermediate_size)
         alone = device.type == "cuda" and comm.size == 1
         # Not float16: before it is divided by its norm, the residual may be too large for it.
-        known = dtype == torch.bfloat16 and not any(width % K_STEP for width in widths)
-        self._few = max_tokens() if alone and known and not config.mlp_bias else 0
+        self._own = alone and dtype == torch.bfloat16 and not config.mlp_bias
+        self._steps = tuple(
+            all(width % step == 0 for width in widths)
+            for step in (skinny_linear.K_STEP, wide_linear.K_STEP)
+        )
+        self._kernels = Kernels()
         self._choice = Choice()
-        self._device, self._alone = device, comm.size == 1
+        self._device = device
 
     @torch.inference_mode()
-    def choose_products(self) -> dict[int, Own]:
+    def choose_products(self) -> dict[int, Ways]:
         """Time who computes products of few tokens faster. On CUDA, and not on the default
         stream."""
-        linear = skinny_linear_function()
         dense = [layer for layer in self._layers if isinstance(layer.mlp, MLP)]
-        if not self._few or linear is None or not dense:
+        if not self._own or not dense:
             return {}
+        skinny, wide = self._steps
+        self._kernels = kernels = Kernels(
+            skinny=skinny_linear.skinny_linear_function() if skinny else None,
+            skinny_tokens=skinny_linear.max_tokens(),
+            wide=wide_linear.wide_linear_function() if wide else None,
+            wide_tokens=wide_linear.max_tokens(),
+        )
+        if not kernels.most:
+            return {}
+        some = dense[: min(len(dense), TIMED_LAYERS)]
 
-        def products(tokens: int) -> dict[str, Product]:
-            def some(of: Linear) -> torch.Tensor:
-                shape = (tokens, of.weight.shape[1])
-                return torch.randn(shape, dtype=self._dtype, device=self._device) * 0.1
+        def calls(tokens: int, ways: Ways) -> list[Callable[[], object]]:
+            """A layer's products each, on any numbers."""
+            first = some[0].self_attn
+            hidden, heads = (p.weight.shape[1] for p in (first.qkv_proj, first.o_proj))
+            h, x = (
+                torch.randn((tokens, width), dtype=self._dtype, device=self._device) * 0.1
+                for width in (hidden, heads)
+            )
+            ready: list[Normed | None] = [None]
 
-            attention, mlp = dense[0].self_attn, dense[0].mlp
-            assert isinstance(mlp, MLP)
-            h, heads, x = (some(p) for p in (attention.qkv_proj, attention.o_proj, mlp.down_proj))
+            def run(layer: DecoderLayer, following: RMSNorm) -> None:
+                ready[0] = layer.products(h, ready[0], x, kernels, ways, following)
 
-            def by(own: bool) -> SkinnyLinear | None:
-                return linear if own else None
+            norms = [layer.input_layernorm for layer in some[1:]] + [some[0].input_layernorm]
+            return [partial(run, *pair) for pair in zip(some, norms, strict=True)]
 
-            return {
-                "qkv": lambda i, own: dense[i].qkv(h, by(own)),
-                "o": lambda i, own: add_product(h, heads, dense[i].self_attn.o_proj, by(own)),
-                "gate_up": lambda i, own: dense[i].gate_up(h, by(own)),
-                "down": lambda i, own: add_product(h, x, down(i), by(own)),
-            }
+        def seconds(tokens: int, ways: Ways) -> float:
+            return graph_seconds(calls(tokens, ways))
 
-        def down(i: int) -> RowParallelLinear:
-            mlp = dense[i].mlp
-            assert isinstance(mlp, MLP)
-            return mlp.down_proj
+        def compile_all(wanted: Iterable[tuple[int, Ways]]) -> None:
+            with collected() as variants:
+                for tokens, ways in wanted:
+                    calls(tokens, ways)[0]()
+            prepare(variants)
 
-        return self._choice.decide(products, min(len(dense), 16), graph_seconds)
+        compile_all(
+            (tokens, Ways.all(way)) for tokens in GROUPS for way in kernels.ways(tokens)
+        )
+        chosen = self._choice.decide(kernels.ways, seconds)
+        tile = wide_linear.TILE
+        compile_all((n, self._choice[n]) for n in range(tile, kernels.most + 1, tile))
+        return chosen
 
     @property
     def captures(self) -> bool:
@@ -283,10 +285,13 @@ class Decoder(BaseOP):
         """From embedded tokens to the last norm."""
         rope = Rope(self._rotary, self._rope_table, batch.positions, self._dtype)
         residual: torch.Tensor | None = None
-        if len(x) <= self._few and (linear := skinny_linear_function()) is not None:
-            own = self._choice[len(x)]
-            for layer in self._layers:
-                layer.forward_few(x, rope, batch, attn, pool, linear, own)
+        if len(x) <= self._kernels.most:
+            ways, ready = self._choice[len(x)], None
+            norms = [layer.input_layernorm for layer in self._layers[1:]] + [None]
+            for layer, following in zip(self._layers, norms, strict=True):
+                ready = layer.forward_few(
+                    x, ready, rope, batch, attn, pool, self._kernels, ways, following
+                )
         else:
             for layer in self._layers:
                 x, residual = layer.forward(x, residual, rope, batch, attn, pool)
