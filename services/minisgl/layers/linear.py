@@ -11,7 +11,7 @@ from minisgl.distributed import Communicator
 from minisgl.layers.base import META, BaseOP, Piece
 from minisgl.layers.sharding import Shard
 from minisgl_kernels.build import KernelUnavailable
-from minisgl_kernels.tuned_linear import tuned_linear_function
+from minisgl_kernels.tuned_linear import TunedLinear, tuned_linear_function
 
 MEASURED = 512
 """Tokens of the largest step that is captured: beyond it no algorithm was measured."""
@@ -23,17 +23,29 @@ was within the noise of the best."""
 def product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """`x @ weight.T` for x [T, inputs] and weight [outputs, inputs]: [T, outputs], in `out` if it
     is given; on a GPU by the algorithm that was measured to be the fastest."""
-    few = x.is_cuda and x.dtype.itemsize == 2 and len(x) <= MEASURED
-    whole = x.is_contiguous() and (out is None or out.is_contiguous())
-    if (
-        few
-        and whole
-        and weight.numel() >= LARGE
-        and (kernel := tuned_linear_function()) is not None
-    ):
+    kernel = _measured(x, weight)
+    if kernel is not None and (out is None or out.is_contiguous()):
         with contextlib.suppress(KernelUnavailable):
             return kernel(x, weight, out=out)
     return F.linear(x, weight) if out is None else torch.mm(x, weight.t(), out=out)
+
+
+def add_product(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
+    """Add `x @ weight.T` to the residual [T, outputs], in place, in the same way."""
+    kernel = _measured(x, weight)
+    if kernel is not None and residual.is_contiguous():
+        with contextlib.suppress(KernelUnavailable):
+            kernel(x, weight, residual=residual)
+            return
+    residual.addmm_(x, weight.t())
+
+
+def _measured(x: torch.Tensor, weight: torch.Tensor) -> TunedLinear | None:
+    """The product whose algorithms are measured, where that pays."""
+    few = x.is_cuda and x.dtype.itemsize == 2 and len(x) <= MEASURED
+    if few and x.is_contiguous() and weight.numel() >= LARGE:
+        return tuned_linear_function()
+    return None
 
 
 class Linear(BaseOP):

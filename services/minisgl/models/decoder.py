@@ -1,7 +1,8 @@
 """The decoder that all supported families share; they differ in `ModelConfig` only."""
 
 import contextlib
-from functools import cached_property
+from collections.abc import Callable, Iterable
+from functools import cached_property, partial
 
 import torch
 
@@ -17,13 +18,27 @@ from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rotary import Angles, RotaryEmbedding
 from minisgl.layers.sharding import HeadShard, Shard, even_shard, head_shard
 from minisgl.models.config import ModelConfig
-from minisgl.models.products import GROUPS, Choice, Kernels, Way, Ways, graph_seconds
+from minisgl.models.products import (
+    GROUPS,
+    Choice,
+    Kernels,
+    Way,
+    Ways,
+    ahead_of,
+    graph_seconds,
+)
 from minisgl.moe.layer import MoeMLP
-from minisgl_kernels.ahead import TOKENS, TOKENS_BEFORE_ATTENTION
 from minisgl_kernels import skinny_linear, wide_linear
+from minisgl_kernels.ahead import TOKENS_BEFORE_ATTENTION
 from minisgl_kernels.build import KernelUnavailable
 from minisgl_kernels.cuda_build import collected, prepare
 from minisgl_kernels.qk_rope_store import qk_rope_store_function
+from minisgl_kernels.tuned_linear import measuring
+from minisgl_kernels.wide_linear import Normed
+
+WIDE_ADD = wide_linear.wide_add
+TIMED_LAYERS = 16
+"""More would only take longer to time: their weights are beyond the L2 cache."""
 
 
 class Rope:
@@ -89,7 +104,7 @@ class Attention(BaseOP):
             norms: tuple[torch.Tensor | None, torch.Tensor | None, float] = (None, None, 0.0)
             if self.q_norm is not None and self.k_norm is not None:
                 norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-            ahead = _ahead(qkv, self.o_proj, TOKENS_BEFORE_ATTENTION)
+            ahead = ahead_of(qkv, self.o_proj, TOKENS_BEFORE_ATTENTION)
             with contextlib.suppress(KernelUnavailable):  # of this type or width of heads
                 return fused(
                     qkv, *norms, rope.table, batch.positions, batch.out_loc,
@@ -122,7 +137,7 @@ class MLP(BaseOP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x is [T, hidden]; so is the result."""
         x = self.gate_up_proj.forward(x)
-        return self.down_proj.forward(silu_and_mul(x, _ahead(x, self.down_proj)))
+        return self.down_proj.forward(silu_and_mul(x, ahead_of(x, self.down_proj)))
 
 
 class DecoderLayer(BaseOP):
@@ -143,35 +158,53 @@ class DecoderLayer(BaseOP):
         attn: AttentionBackend, pool: KVPool,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """x and residual are [T, hidden]: what was computed last and what it is to be added to."""
-        ahead = _ahead(x, self.self_attn.qkv_proj)
+        ahead = ahead_of(x, self.self_attn.qkv_proj)
         x, residual = self.input_layernorm.forward_add(x, residual, ahead)
         x = self.self_attn.forward(x, rope, batch, attn, pool)
-        ahead = _ahead(x, self.mlp.gate_up_proj) if isinstance(self.mlp, MLP) else None
+        ahead = ahead_of(x, self.mlp.gate_up_proj) if isinstance(self.mlp, MLP) else None
         x, residual = self.post_attention_layernorm.forward_add(x, residual, ahead)
         return self.mlp.forward(x), residual
 
     def forward_few(
         self, h: torch.Tensor, ready: Normed | None, rope: Rope, batch: ForwardBatch,
         attn: AttentionBackend, pool: KVPool, kernels: Kernels, ways: Ways,
-        following: RMSNorm | None,
+        following: "DecoderLayer | None",
     ) -> Normed | None:  # fmt: skip
         """The same for few tokens of one rank: adds to the residual h [T, hidden] in place.
 
-        `ready` is h behind `input_layernorm`, and the result is it behind `following`, the next
-        layer's, where products leave that behind.
+        `ready` is h behind `input_layernorm`, and the result is it behind that of `following`, the
+        next layer, where products leave that behind.
         """
-        attention, norm = self.self_attn, self.post_attention_layernorm
+        attention = self.self_attn
         qkv = kernels.normed(ways.qkv, h, ready, self.input_layernorm, attention.qkv_proj)
         heads = attention.heads(qkv, rope, batch, attn, pool)
-        dense = isinstance(self.mlp, MLP)
-        then = norm if dense and ways.gate_up == Way.WIDE else None
-        ready = kernels.added(ways.o, h, heads, attention.o_proj, then)
-        if not isinstance(self.mlp, MLP):
-            h.add_(self.mlp.forward(norm.forward(h)))
+        return self._behind_attention(h, heads, kernels, ways, following)
+
+    def products_alone(
+        self, h: torch.Tensor, ready: Normed | None, heads: torch.Tensor, kernels: Kernels,
+        ways: Ways, following: "DecoderLayer | None",
+    ) -> Normed | None:  # fmt: skip
+        """`forward_few` without attention, to be timed: its result is `heads`."""
+        qkv_proj = self.self_attn.qkv_proj
+        kernels.normed(ways.qkv, h, ready, self.input_layernorm, qkv_proj)
+        return self._behind_attention(h, heads, kernels, ways, following)
+
+    def _behind_attention(
+        self, h: torch.Tensor, heads: torch.Tensor, kernels: Kernels, ways: Ways,
+        following: "DecoderLayer | None",
+    ) -> Normed | None:  # fmt: skip
+        norm, mlp, project = self.post_attention_layernorm, self.mlp, self.self_attn.o_proj
+        if not isinstance(mlp, MLP):
+            kernels.added(ways.o, h, heads, project)
+            h.add_(mlp.forward(norm.forward(h)))
             return None
-        x = kernels.normed(ways.gate_up, h, ready, norm, self.mlp.gate_up_proj, silu=True)
-        then = following if ways.qkv == Way.WIDE else None
-        return kernels.added(ways.down, h, x, self.mlp.down_proj, then)
+        then = norm if ways.gate_up == Way.WIDE else None
+        ready = kernels.added(ways.o, h, heads, project, then, mlp.gate_up_proj)
+        x = kernels.normed(ways.gate_up, h, ready, norm, mlp.gate_up_proj, mlp.down_proj, silu=True)
+        if following is None:
+            return kernels.added(ways.down, h, x, mlp.down_proj)
+        then = following.input_layernorm if ways.qkv == Way.WIDE else None
+        return kernels.added(ways.down, h, x, mlp.down_proj, then, following.self_attn.qkv_proj)
 
 
 class Decoder(BaseOP):
@@ -204,7 +237,7 @@ class Decoder(BaseOP):
         )
         self._kernels = Kernels()
         self._choice = Choice()
-        self._device = device
+        self._device, self._alone = device, comm.size == 1
 
     @torch.inference_mode()
     def choose_products(self) -> dict[int, Ways]:
@@ -218,6 +251,7 @@ class Decoder(BaseOP):
             skinny=skinny_linear.skinny_linear_function() if skinny else None,
             skinny_tokens=skinny_linear.max_tokens(),
             wide=wide_linear.wide_linear_function() if wide else None,
+            wide_add=WIDE_ADD,
             wide_tokens=wide_linear.max_tokens(),
         )
         if not kernels.most:
@@ -234,14 +268,14 @@ class Decoder(BaseOP):
             )
             ready: list[Normed | None] = [None]
 
-            def run(layer: DecoderLayer, following: RMSNorm) -> None:
-                ready[0] = layer.products(h, ready[0], x, kernels, ways, following)
+            def run(layer: DecoderLayer, following: DecoderLayer) -> None:
+                ready[0] = layer.products_alone(h, ready[0], x, kernels, ways, following)
 
-            norms = [layer.input_layernorm for layer in some[1:]] + [some[0].input_layernorm]
-            return [partial(run, *pair) for pair in zip(some, norms, strict=True)]
+            return [partial(run, *pair) for pair in zip(some, some[1:] + some[:1], strict=True)]
 
         def seconds(tokens: int, ways: Ways) -> float:
-            return graph_seconds(calls(tokens, ways))
+            with measuring():
+                return graph_seconds(calls(tokens, ways))
 
         def compile_all(wanted: Iterable[tuple[int, Ways]]) -> None:
             with collected() as variants:
@@ -249,9 +283,7 @@ class Decoder(BaseOP):
                     calls(tokens, ways)[0]()
             prepare(variants)
 
-        compile_all(
-            (tokens, Ways.all(way)) for tokens in GROUPS for way in kernels.ways(tokens)
-        )
+        compile_all((tokens, Ways.all(way)) for tokens in GROUPS for way in kernels.ways(tokens))
         chosen = self._choice.decide(kernels.ways, seconds)
         tile = wide_linear.TILE
         compile_all((n, self._choice[n]) for n in range(tile, kernels.most + 1, tile))
@@ -285,10 +317,10 @@ class Decoder(BaseOP):
         """From embedded tokens to the last norm."""
         rope = Rope(self._rotary, self._rope_table, batch.positions, self._dtype)
         residual: torch.Tensor | None = None
-        if len(x) <= self._kernels.most:
-            ways, ready = self._choice[len(x)], None
-            norms = [layer.input_layernorm for layer in self._layers[1:]] + [None]
-            for layer, following in zip(self._layers, norms, strict=True):
+        ways = self._choice[len(x)]
+        if len(x) <= self._kernels.most and ways != Ways():
+            ready = None
+            for layer, following in zip(self._layers, [*self._layers[1:], None], strict=True):
                 ready = layer.forward_few(
                     x, ready, rope, batch, attn, pool, self._kernels, ways, following
                 )

@@ -1,56 +1,159 @@
-"""Which products of few tokens the project's own kernel computes: timed once, at the start.
+"""Which kernel computes which product of a decode step, and how products hand on to each other.
 
-It reads weights early and fuses norm, gate and residual; a library has better tiles once there are
-many tokens. Where the border lies depends on the shapes and on the device.
+The project's own kernels read weights early and fuse norm, gate and residual; a library has better
+tiles once there are many tokens. Where the borders lie depends on the shapes and on the device, so
+all ways are timed once, at the start.
 """
 
 import bisect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
 
 import torch
 
-GROUPS = (1, 8, 16, 32)
+from minisgl.layers.activation import silu_and_mul
+from minisgl.layers.linear import Linear, RowParallelLinear, add_product
+from minisgl.layers.norm import RMSNorm
+from minisgl_kernels.ahead import TOKENS
+from minisgl_kernels.skinny_linear import MAX_TOKENS as SKINNY_TOKENS
+from minisgl_kernels.skinny_linear import SkinnyLinear
+from minisgl_kernels.wide_linear import Normed, WideAdd, WideLinear, wide_add
+
+GROUPS = (1, 8, 16, 32, 64, 96, 128, 192, 256)
 """Products are timed with so many tokens; what was found holds down to the number before."""
 REPLAYS = 3
+CLEARLY = 0.99
+"""A way must take so much of the best one's time at most to be taken in its place."""
 
-Product = Callable[[int, bool], object]
-"""Computes one layer's product: (layer, by the own kernel)."""
+
+class Way(StrEnum):
+    """Who computes a product."""
+
+    LIBRARY = "library"
+    SKINNY = "skinny"
+    """For few tokens, `skinny_linear`."""
+    WIDE = "wide"
+    """For up to 256 tokens on Hopper, `wide_linear`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
-    """The products of a layer that the own kernel computes."""
+class Ways:
+    """Who computes the products of a layer."""
 
-    qkv: bool = True
-    o: bool = True
-    gate_up: bool = True
-    down: bool = True
+    qkv: Way = Way.LIBRARY
+    o: Way = Way.LIBRARY
+    gate_up: Way = Way.LIBRARY
+    down: Way = Way.LIBRARY
+
+    @classmethod
+    def all(cls, way: Way) -> "Ways":
+        return cls(way, way, way, way)
+
+
+NAMES = ("qkv", "o", "gate_up", "down")
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The own kernels that there are, and the most tokens that each is given."""
+
+    skinny: SkinnyLinear | None = None
+    skinny_tokens: int = 0
+    wide: WideLinear | None = None
+    wide_add: WideAdd = wide_add
+    wide_tokens: int = 0
+
+    @property
+    def most(self) -> int:
+        """Tokens of the largest step that some own kernel may be part of."""
+        return max(
+            self.skinny_tokens if self.skinny is not None else 0,
+            self.wide_tokens if self.wide is not None else 0,
+        )
+
+    def ways(self, tokens: int) -> list[Way]:
+        """Those for so many tokens."""
+        found = [Way.LIBRARY]
+        if self.skinny is not None and tokens <= min(self.skinny_tokens, SKINNY_TOKENS):
+            found.append(Way.SKINNY)
+        if self.wide is not None and tokens <= self.wide_tokens:
+            found.append(Way.WIDE)
+        return found
+
+    def normed(
+        self, way: Way, h: torch.Tensor, ready: Normed | None, norm: RMSNorm, project: Linear,
+        then: Linear | None = None, *, silu: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
+        """Norm of h [T, hidden] and product, then the gate. `ready`: what `added` gave with h.
+        `then`: the next product, if little stands between."""
+        if way == Way.WIDE and self.wide is not None:
+            if ready is not None:
+                return self.wide(ready, project.weight, eps=norm.eps, bias=project.bias, silu=silu)
+            x = norm.forward(h)
+            return self.wide(x, project.weight, bias=project.bias, silu=silu)
+        if way == Way.SKINNY and self.skinny is not None:
+            return self.skinny(
+                h, project.weight, norm=norm.weight, eps=norm.eps, bias=project.bias, silu=silu,
+                ahead=ahead_of(h, then),
+            )  # fmt: skip
+        x = project.forward(norm.forward(h, ahead_of(h, project)))
+        return silu_and_mul(x, ahead_of(h, then)) if silu else x
+
+    def added(
+        self, way: Way, h: torch.Tensor, x: torch.Tensor, by: RowParallelLinear,
+        following: RMSNorm | None = None, then: Linear | None = None,
+    ) -> Normed | None:  # fmt: skip
+        """Add the product of x to h, on one rank. With `following`, the norm that comes next, its
+        result for `normed`, if this way leaves it behind. `then`: the next product."""
+        if way == Way.WIDE and self.wide is not None:
+            if following is not None:
+                return self.wide_add(h, x, by.weight, following.weight, bias=by.bias)
+            self.wide(x, by.weight, bias=by.bias, residual=h)
+            return None
+        if way == Way.SKINNY and self.skinny is not None:
+            self.skinny(x, by.weight, bias=by.bias, residual=h, ahead=ahead_of(h, then))
+            return None
+        add_product(h, x, by.weight)
+        if by.bias is not None:
+            h.add_(by.bias)
+        return None
+
+
+def ahead_of(x: torch.Tensor, by: Linear | None, most: int = TOKENS) -> torch.Tensor | None:
+    """The weights of the product that comes next, if the kernel before it, which x [T, inputs] is
+    for, has time to bring them into the cache."""
+    return None if by is None or not x.is_cuda or len(x) > most else by.weight
 
 
 class Choice:
     """What is chosen for each number of tokens."""
 
     def __init__(self) -> None:
-        self._of: list[Own] = [Own()] * len(GROUPS)
+        self._of: list[Ways] = [Ways()] * len(GROUPS)
 
-    def __getitem__(self, tokens: int) -> Own:
+    def __getitem__(self, tokens: int) -> Ways:
         return self._of[min(bisect.bisect_left(GROUPS, tokens), len(GROUPS) - 1)]
 
     def decide(
-        self, products: Callable[[int], Mapping[str, Product]], layers: int,
-        seconds: Callable[[Sequence[Callable[[], object]]], float],
-    ) -> dict[int, Own]:  # fmt: skip
-        """Time the products, which `products` gives for a number of tokens, over some layers."""
+        self, ways: Callable[[int], Sequence[Way]], seconds: Callable[[int, Ways], float]
+    ) -> dict[int, Ways]:
+        """Time a layer's products as they follow each other: each way for all of them, then, from
+        the fastest on, other ways for each product in turn."""
         for i, tokens in enumerate(GROUPS):
-            found = {}
-            for name, product in products(tokens).items():
-                own, library = (
-                    seconds([lambda at=at, way=way: product(at, way) for at in range(layers)])  # type: ignore[misc]  # noqa: B023
-                    for way in (True, False)
-                )
-                found[name] = own <= library
-            self._of[i] = Own(**found)
+            some = ways(tokens)
+            times = {Ways.all(way): seconds(tokens, Ways.all(way)) for way in some}
+            best = min(times, key=times.__getitem__)
+            shortest = times[best]
+            for name in NAMES if len(some) > 1 else ():
+                for way in some:
+                    other = replace(best, **{name: way})
+                    if other in times:
+                        continue
+                    times[other] = seconds(tokens, other)
+                    if times[other] < CLEARLY * shortest:
+                        best, shortest = other, times[other]
+            self._of[i] = best
         return dict(zip(GROUPS, self._of, strict=True))
 
 

@@ -43,6 +43,7 @@ struct alignas(16) int4 { int x, y, z, w; };
 struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 
 namespace emulator {
@@ -65,10 +66,12 @@ struct Fiber {
   bool done = false;
 };
 
+struct Block;
 struct Cluster {
   int threads;
   std::atomic<int> arrived{0}, generation{0}, started{0};
   char* anchors[CLUSTER];
+  Block* blocks[CLUSTER];
 };
 
 struct Block {
@@ -128,6 +131,7 @@ inline void enter() {
 inline void run_block(Block& b) {
   self = &b;
   b.cluster->anchors[b.rank] = &anchor;
+  b.cluster->blocks[b.rank] = &b;
   b.cluster->started += 1;
   while (b.cluster->started < CLUSTER) std::this_thread::yield();
   for (Fiber& fiber : b.fibers) {

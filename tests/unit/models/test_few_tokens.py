@@ -7,45 +7,69 @@ import pytest
 import torch
 
 from minisgl.models import decoder
-from minisgl.models.products import Choice, Own
+from minisgl.models.products import Choice, Kernels, Way, Ways
+from minisgl_kernels import skinny_linear, wide_linear
 from minisgl_kernels.skinny_linear import skinny_linear_reference
+from minisgl_kernels.wide_linear import wide_add_reference, wide_linear_reference
 from tests.unit.models.stepper import Stepper
 
 Tiny = Callable[[str], Path]
+
+KERNELS = Kernels(
+    skinny=skinny_linear_reference, skinny_tokens=64, wide=wide_linear_reference,
+    wide_add=wide_add_reference, wide_tokens=256,
+)  # fmt: skip
+L, S, W = Way
 
 
 class Always(Choice):
     """One way for any number of tokens."""
 
-    def __init__(self, own: Own) -> None:
+    def __init__(self, ways: Ways) -> None:
         super().__init__()
-        self._of = [own] * len(self._of)
+        self._of = [ways] * len(self._of)
 
 
 @pytest.mark.parametrize(
-    "own", [Own(), Own(False, False, False, False), Own(qkv=False), Own(o=False, down=False)]
-)
+    "ways",
+    [
+        Ways.all(S), Ways.all(W), Ways(L, L, L, S), Ways(L, S, S, S), Ways(S, L, S, L),
+        Ways(W, W, L, W), Ways(W, L, W, S), Ways(L, W, W, W),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "qwen3-moe"])
-def test_few_tokens_give_what_many_give(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, family: str, own: Own
-) -> None:
+def test_few_tokens_give_what_many_give(tiny: Tiny, family: str, ways: Ways) -> None:
     plain, few = Stepper(tiny(family)), Stepper(tiny(family))
-    few.model.model._few, few.model.model._choice = 32, Always(own)
-    monkeypatch.setattr(decoder, "skinny_linear_function", lambda: skinny_linear_reference)
+    few.model.model._kernels, few.model.model._choice = KERNELS, Always(ways)
     prompt = list(range(4, 24))
     for work in ((0, prompt, 0), (0, [30], 20)):
         torch.testing.assert_close(few.step(work), plain.step(work), rtol=1e-4, atol=1e-4)
 
 
-def test_products_are_timed_on_some_layers(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ways_are_timed_over_some_layers_that_hand_on_to_each_other(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = Stepper(tiny("llama")).model.model
-    model._few = 32
-    monkeypatch.setattr(decoder, "skinny_linear_function", lambda: skinny_linear_reference)
+    model._own, model._steps = True, (True, True)
+    ready: list[bool] = []
+    timed: list[list[bool]] = []
+
+    def wide(x: object, *args: object, **options: object) -> torch.Tensor:
+        ready.append(isinstance(x, wide_linear.Normed))
+        return wide_linear_reference(x, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(skinny_linear, "skinny_linear_function", lambda: None)
+    monkeypatch.setattr(wide_linear, "wide_linear_function", lambda: wide)
+    monkeypatch.setattr(decoder, "WIDE_ADD", wide_add_reference)
 
     def seconds(calls: object) -> float:
+        del ready[:]
         for call in calls:  # type: ignore[attr-defined]
             call()
-        return 1.0
+        timed.append(list(ready))
+        return 1.0 / (1 + len(ready))
 
     monkeypatch.setattr(decoder, "graph_seconds", seconds)
-    assert set(model.choose_products().values()) == {Own()}
+    assert set(model.choose_products().values()) == {Ways.all(W)}
+    _, own, *_ = timed
+    assert own == [False] + [True] * (len(own) - 1), "the first norm alone is computed for itself"

@@ -1,35 +1,52 @@
-"""Which products of few tokens are the own kernel's."""
+"""Which kernels compute the products of few tokens."""
 
-from collections.abc import Callable, Mapping, Sequence
+from minisgl.models.products import GROUPS, Choice, Kernels, Way, Ways
+from minisgl_kernels.skinny_linear import skinny_linear_reference
+from minisgl_kernels.wide_linear import wide_linear_reference
 
-from minisgl.models.products import GROUPS, Choice, Own, Product
+L, S, W = Way
 
 
-def test_the_faster_way_is_taken_for_each_product_and_number_of_tokens() -> None:
-    calls: list[tuple[str, int, bool]] = []
+def test_from_the_fastest_way_for_all_on_each_product_takes_what_makes_the_layer_faster() -> None:
+    cost = {
+        L: Ways(5.0, 1.0, 4.0, 4.0),  # type: ignore[arg-type]
+        W: Ways(3.0, 3.0, 3.0, 3.0),  # type: ignore[arg-type]
+    }
 
-    def products(tokens: int) -> Mapping[str, Product]:
-        def of(name: str) -> Product:
-            return lambda layer, own: calls.append((name, layer, own))
-
-        return {name: of(name) for name in ("qkv", "o", "gate_up", "down")}
-
-    seen: list[float] = []
-
-    def seconds(some: Sequence[Callable[[], object]]) -> float:
-        calls.clear()
-        for call in some:
-            call()
-        name, _, own = calls[0]
-        assert [layer for _, layer, _ in calls] == [0, 1, 2]
-        seen.append(1.0)
-        round_of = (len(seen) - 1) // 8  # four products, two ways each
-        return 1.0 if own == (name == "o" or round_of == 0) else 2.0
+    def seconds(tokens: int, ways: Ways) -> float:
+        one, *_ = set(type(ways).__slots__)
+        assert one
+        return sum(
+            getattr(cost[getattr(ways, name)], name) for name in ("qkv", "o", "gate_up", "down")
+        )
 
     choice = Choice()
-    assert choice[1] == Own(), "untimed, the own kernel computes all"
-    found = choice.decide(products, 3, seconds)
+    assert choice[1] == Ways(), "untimed, the library computes all"
+    found = choice.decide(lambda tokens: [L, W], seconds)
     assert list(found) == list(GROUPS)
-    assert choice[1] == Own()
-    for tokens in (2, 8, 9, 32):
-        assert choice[tokens] == Own(qkv=False, o=True, gate_up=False, down=False)
+    for tokens in (1, 2, 33, 256):
+        assert choice[tokens] == Ways(W, L, W, W)
+
+
+def test_a_way_that_is_hardly_faster_is_not_worth_a_change() -> None:
+    choice = Choice()
+    choice.decide(lambda tokens: [L, W], lambda tokens, ways: 1.0 if ways == Ways() else 0.995)
+    assert choice[8] == Ways.all(W), "of the uniform ways the fastest is taken"
+    choice.decide(
+        lambda tokens: [L, W], lambda tokens, ways: 1.0 if ways == Ways() else 0.995 + 0.01 * (
+            ways == Ways.all(W)
+        )
+    )  # fmt: skip
+    assert choice[8] == Ways()
+
+
+def test_a_kernel_is_a_choice_up_to_its_most_tokens() -> None:
+    kernels = Kernels(
+        skinny=skinny_linear_reference, skinny_tokens=32, wide=wide_linear_reference,
+        wide_tokens=128,
+    )  # fmt: skip
+    assert kernels.most == 128
+    assert [kernels.ways(n) for n in (1, 32, 33, 128, 129)] == [
+        [L, S, W], [L, S, W], [L, W], [L, W], [L],
+    ]  # fmt: skip
+    assert Kernels(skinny_tokens=32, wide_tokens=256).most == 0

@@ -1,0 +1,301 @@
+// Some tokens times a weight matrix: out[M, N] = x[M, K] W[N, K]^T for M up to 256, on Hopper.
+//
+// The rows of W are the 64 rows of a warpgroup's product and the tokens its columns, so that hardly
+// a tensor core works on padding. A block has 64 GROUPS rows and up to TOKENS tokens. What is dear is
+// to bring x from the L2 cache to every block, so SHARE blocks with neighbouring rows fetch a part of
+// it each, for all of them. SPLIT blocks share the K dimension, so that all multiprocessors have
+// work. All these are a cluster. One thread has tiles of 64 k of W and of x copied to shared memory,
+// swizzled, some stages ahead. At the end each block adds up, in the order of the blocks, what those
+// that share its K dimension have of its part of the tokens.
+//
+// W does not depend on the kernel before: all stages' weights are on their way before the block
+// waits for it.
+//
+// MODE 0 stores (with bias, if any); 1 adds to out in place (a residual); 2 stores silu(gate) * up,
+// where W holds N / 2 rows of gate and then those of up. `squares` [M, parts]: sums of squares of
+// x's rows; the result is multiplied by their inverse root mean square, as a norm would do with x.
+// MODE 1 leaves as much behind for the next product: `scaled` = out * next_norm, and the squares of
+// out by blocks of rows [M, N / (64 GROUPS)].
+#include "hopper.cuh"
+
+using namespace minisgl;
+
+namespace {
+
+using T = __nv_bfloat16;
+
+// Macros: TOKENS (a multiple of 16 to 256, and of 8 SHARE), GROUPS, SPLIT, SHARE, MODE.
+constexpr int kCluster = SPLIT * SHARE;
+constexpr int kRows = 64 * GROUPS;
+constexpr int kOutputs = MODE == 2 ? kRows / 2 : kRows;  // of a block, for each token
+constexpr int kPitch = kRows + 4;  // of sums: a token further on is 4 banks further on, modulo 16
+constexpr int kThreads = 128 * GROUPS + 32;
+constexpr int kRowBytes = kChunk * 2;
+constexpr int kStageBytes = (kRows + TOKENS) * kRowBytes;
+constexpr int kSumBytes = TOKENS * kPitch * 4;
+constexpr int kMaxStages = 16;
+constexpr int kTail = 256 * 4 + 2 * kMaxStages * 8;  // scales and barriers
+
+struct Arguments {
+  T* out;
+  const T* bias;
+  const float* squares;
+  const T* next_norm;
+  T* scaled;
+  float* next_squares;
+  float eps;
+  int tokens, token_tiles, rows, k, stages, parts;
+};
+
+__device__ inline float4 operator+(float4 a, float4 b) {
+  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    wide_linear(const __grid_constant__ CUtensorMap weight_map,
+                const __grid_constant__ CUtensorMap token_map, const Arguments of) {
+  DYNAMIC_SHARED(char, memory);
+  const uint32_t start = (shared_address(memory) + 1023) / 1024 * 1024;
+  char* const ring = memory + (start - shared_address(memory));
+  const int ring_bytes = of.stages * kStageBytes > kSumBytes ? of.stages * kStageBytes : kSumBytes;
+  float* const scales = reinterpret_cast<float*>(ring + ring_bytes);
+  const uint32_t full = start + ring_bytes + 256 * 4, empty = full + kMaxStages * 8;
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int in_cluster = blockIdx.x % kCluster, cluster = blockIdx.x / kCluster;
+  const int rank = in_cluster % SPLIT, neighbour = in_cluster / SPLIT;
+  const int tile = cluster / of.token_tiles * SHARE + neighbour;
+  const int first_token = cluster % of.token_tiles * TOKENS;
+  const int tokens = of.tokens - first_token < TOKENS ? of.tokens - first_token : TOKENS;
+  const int chunks = of.k / kChunk;
+  const int first = chunks * rank / SPLIT, count = chunks * (rank + 1) / SPLIT - first;
+  const int half = of.rows / 2;
+  const int mine = (tokens - rank + SPLIT - 1) / SPLIT;  // tokens rank, rank + SPLIT, ...
+
+  auto copy_weights = [&](int i) {
+    const int stage = i % of.stages;
+    const uint32_t to = start + stage * kStageBytes, barrier = full + stage * 8;
+    arrive_expecting(barrier, kStageBytes);
+    if (MODE == 2) {
+      copy_tile(to, &weight_map, tile * kOutputs, (first + i) * kChunk, barrier);
+      copy_tile(to + kOutputs * kRowBytes, &weight_map, half + tile * kOutputs,
+                (first + i) * kChunk, barrier);
+    } else {
+      copy_tile(to, &weight_map, tile * kOutputs, (first + i) * kChunk, barrier);
+    }
+  };
+  auto copy_tokens = [&](int i) {
+    const int stage = i % of.stages, part = neighbour * (TOKENS / SHARE);
+    const uint32_t to = start + stage * kStageBytes + (kRows + part) * kRowBytes;
+    if constexpr (SHARE == 1) {
+      copy_tile(to, &token_map, first_token, (first + i) * kChunk, full + stage * 8);
+    } else {
+      uint32_t to_blocks = 0;
+#pragma unroll
+      for (int j = 0; j < SHARE; ++j) to_blocks |= 1u << (rank + j * SPLIT);
+      copy_tile_to(to_blocks, to, &token_map, first_token + part, (first + i) * kChunk,
+                   full + stage * 8);
+    }
+  };
+
+  const int ahead = count < of.stages ? count : of.stages;
+  const bool copies = warp == 4 * GROUPS && lane == 0;
+  if (copies) {
+    prefetch_map(&weight_map);
+    prefetch_map(&token_map);
+    for (int i = 0; i < of.stages; ++i) {
+      make_barrier(full + i * 8, 1);
+      make_barrier(empty + i * 8, 4 * GROUPS * SHARE);
+    }
+    publish_barriers();
+    for (int i = 0; i < ahead; ++i) copy_weights(i);
+  }
+  __syncthreads();
+  if constexpr (SHARE > 1) arrive_cluster();  // the others' barriers are there
+  wait_for_previous();
+  launch_next();
+  if constexpr (SHARE > 1) wait_cluster();
+
+  float sum[TOKENS / 2];
+  if (warp == 4 * GROUPS) {
+    if (lane == 0) {
+      for (int i = 0; i < ahead; ++i) copy_tokens(i);
+    }
+    __syncwarp();
+    if (of.squares != nullptr) {
+      for (int j = lane; j < mine; j += 32) {
+        const float* from = of.squares + static_cast<int64_t>(first_token + rank + j * SPLIT) * of.parts;
+        float all = 0.0f;
+        for (int i = 0; i < of.parts; ++i) all += from[i];
+        scales[j] = rsqrtf(all / of.k + of.eps);
+      }
+    }
+    __syncwarp();
+    if (lane == 0) {
+      for (int i = ahead; i < count; ++i) {
+        wait_barrier(empty + i % of.stages * 8, (i / of.stages - 1) & 1);
+        copy_weights(i);
+        copy_tokens(i);
+      }
+    }
+    __syncwarp();
+  } else {
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; ++i) sum[i] = 0.0f;
+    const uint32_t rows_of_group = warp / 4 * 64 * kRowBytes;
+    for (int i = 0; i < count; ++i) {
+      const int stage = i % of.stages;
+      wait_barrier(full + stage * 8, i / of.stages & 1);
+      const uint64_t a = operand(start + stage * kStageBytes + rows_of_group);
+      const uint64_t b = operand(start + stage * kStageBytes + kRows * kRowBytes);
+      begin_products();
+#pragma unroll
+      for (int part = 0; part < kChunk / 16; ++part) {
+        multiply<TOKENS / 16>(sum, a + 2 * part, b + 2 * part);
+      }
+      end_products();
+      wait_products<1>();
+      if (i > 0 && lane < SHARE) {
+        const uint32_t barrier = empty + (i - 1) % of.stages * 8;
+        if constexpr (SHARE == 1) arrive(barrier);
+        else arrive_in(address_in(barrier, rank + lane * SPLIT));
+      }
+    }
+    wait_products<0>();
+  }
+  __syncthreads();  // all of the ring has been read: sums take its place
+
+  float* const sums = reinterpret_cast<float*>(ring);
+  if (warp < 4 * GROUPS) {
+    const int row = warp * 16 + lane / 4, token = lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; ++i) {
+      sums[(i / 4 * 8 + token + i % 2) * kPitch + row + i % 4 / 2 * 8] = sum[i];
+    }
+  }
+  uint32_t places[SPLIT];
+  if constexpr (SPLIT > 1) {
+    arrive_cluster();
+#pragma unroll
+    for (int i = 0; i < SPLIT; ++i) places[i] = address_in(start, neighbour * SPLIT + i);
+    wait_cluster();
+  } else {
+    __syncthreads();
+  }
+  auto total = [&](int token, int row) {  // of four rows
+    const int at = token * kPitch + row;
+    if constexpr (SPLIT == 1) {
+      return *reinterpret_cast<const float4*>(sums + at);
+    } else {
+      float4 each[SPLIT];
+#pragma unroll
+      for (int i = 0; i < SPLIT; ++i) each[i] = load_in_cluster(places[i] + at * 4);
+#pragma unroll
+      for (int i = 1; i < SPLIT; ++i) each[0] = each[0] + each[i];
+      return each[0];
+    }
+  };
+
+  // A thread four outputs of a token; neighbours have neighbouring rows.
+  constexpr int kPieces = kOutputs / 4;
+  const int stored = MODE == 2 ? half : of.rows;
+  for (int from = warp * 32; from < mine * kPieces; from += kThreads) {
+    const int i = from + lane;
+    const int token = rank + i / kPieces * SPLIT, row = tile * kOutputs + i % kPieces * 4;
+    const bool valid = i < mine * kPieces && row < stored;
+    const int64_t to = static_cast<int64_t>(first_token + token) * stored + row;
+    using Four = Vec<T, 4>;
+    Four before = {}, weights = {};
+    float square = 0.0f;
+    if (valid) {
+      if (MODE == 1) {
+        before = Four::load(of.out + to);
+        if (of.next_norm != nullptr) weights = Four::load(of.next_norm + row);
+      } else if (MODE == 0 && of.bias != nullptr) {
+        before = Four::load(of.bias + row);
+      }
+      float4 value = total(token, i % kPieces * 4);
+      const float scale = of.squares != nullptr ? scales[i / kPieces] : 1.0f;
+      float four[4] = {value.x * scale, value.y * scale, value.z * scale, value.w * scale};
+      if (MODE == 2) {
+        value = total(token, kOutputs + i % kPieces * 4);
+        const float up[4] = {value.x * scale, value.y * scale, value.z * scale, value.w * scale};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) four[j] = four[j] / (1.0f + __expf(-four[j])) * up[j];
+      }
+      Four result, next;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (MODE == 1 && of.bias != nullptr) four[j] += to_float(of.bias[row + j]);
+        result.of[j] = from_float<T>(MODE == 2 ? four[j] : four[j] + to_float(before.of[j]));
+        if (MODE == 1) {
+          const float kept = to_float(result.of[j]);
+          square += kept * kept;
+          next.of[j] = from_float<T>(kept * to_float(weights.of[j]));
+        }
+      }
+      result.store(of.out + to);
+      if (MODE == 1 && of.next_norm != nullptr) next.store(of.scaled + to);
+    }
+    if (MODE == 1 && of.next_norm != nullptr) {
+      // Pieces of a token are 16 or 32 neighbouring lanes; with more groups of rows they would not.
+      square = group_sum<kPieces < 32 ? kPieces : 32>(square);
+      const int tiles = (of.rows + kRows - 1) / kRows;
+      if (i % kPieces == 0 && i < mine * kPieces && tile < tiles) {
+        of.next_squares[static_cast<int64_t>(first_token + token) * tiles + tile] = square;
+      }
+    }
+  }
+  if constexpr (kCluster > 1) {  // others may still read this block's sums, or come to its barriers
+    __syncwarp();
+    arrive_cluster();
+    wait_cluster();
+  }
+}
+
+}  // namespace
+
+// (out [M, N], x [M, K], w [N, K], bias [N] or None, squares [M, parts] or None, eps, next_norm [N]
+//  or None, scaled [M, N] or None, next_squares [M, tiles] or None, bytes of shared memory)
+EXPORT(wide_linear) {
+  static_assert(MODE != 1 || GROUPS <= 2, "a token's squares are summed within a warp");
+  Arguments of = {};
+  of.out = args.data<T>(0);
+  of.bias = args.data<const T>(3);
+  of.squares = args.data<const float>(4);
+  of.eps = args.number(5);
+  of.next_norm = args.data<const T>(6);
+  of.scaled = args.data<T>(7);
+  of.next_squares = args.data<float>(8);
+  of.tokens = static_cast<int>(args.size(1, 0));
+  of.token_tiles = (of.tokens + TOKENS - 1) / TOKENS;
+  of.k = static_cast<int>(args.size(1, 1));
+  of.rows = static_cast<int>(args.size(2, 0));
+  of.parts = of.squares != nullptr ? static_cast<int>(args.size(4, 1)) : 0;
+  const int room = static_cast<int>(args.integer(9)) - kTail - 1024;
+  const int chunks = (of.k / kChunk + SPLIT - 1) / SPLIT;
+  of.stages = room / kStageBytes;
+  if (of.stages > chunks) of.stages = chunks;
+  if (of.stages > kMaxStages) of.stages = kMaxStages;
+  if (of.stages < 2 && of.stages < chunks) of.stages = 2;
+  const int ring = of.stages * kStageBytes > kSumBytes ? of.stages * kStageBytes : kSumBytes;
+  const int shared = ring + kTail + 1024;
+  static bool raised = false;
+  if (!raised) {
+    if (check(cudaFuncSetAttribute(wide_linear, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                   232448))) {
+      return -1;
+    }
+    raised = true;
+  }
+  CUtensorMap weight_map, token_map;
+  if (make_map(&weight_map, args.data<const void>(2), of.rows, of.k, kOutputs)) return -1;
+  if (make_map(&token_map, args.data<const void>(1), of.tokens, of.k, TOKENS / SHARE)) {
+    return -1;
+  }
+  const int stored = MODE == 2 ? of.rows / 2 : of.rows;
+  const int64_t tiles = (stored + kOutputs - 1) / kOutputs;
+  const int64_t clusters = (tiles + SHARE - 1) / SHARE * of.token_tiles;
+  return launch_clusters(wide_linear, clusters * kCluster, kCluster, kThreads, shared,
+                         args.stream(), weight_map, token_map, of);
+}

@@ -1,0 +1,226 @@
+"""Some tokens times a weight matrix, on Hopper: for decode batches of up to 256 requests.
+
+A product's blocks share the K dimension in clusters, so that all multiprocessors have work, and the
+weights are on their way before the kernel before has ended. A norm costs nothing: the product
+before leaves its result behind twice, once multiplied by the norm's weight, with the sums of
+squares that the next one divides by.
+"""
+
+import functools
+import itertools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from minisgl.config import UsageError
+from minisgl_kernels.build import KernelUnavailable
+from minisgl_kernels.cuda_build import Family
+from minisgl_kernels.norm import rms_norm
+from minisgl_kernels.skinny_linear import skinny_linear_reference
+
+TOKENS_ENV = "MINISGL_WIDE_TOKENS"
+"""Most tokens that layers give to this kernel; 0: none."""
+MAX_TOKENS = 256
+TILE = 16
+K_STEP = 64
+ROWS = 64
+"""Of a warpgroup."""
+CLUSTER = 8
+"""Blocks at most."""
+SHARED_BYTES = 232_448
+"""That a block may have on Hopper, all told."""
+_STORE, _ADD, _SILU = range(3)
+_TAIL = 256 * 4 + 2 * 16 * 8 + 1024
+"""Bytes of shared memory beside tiles and sums: scales, barriers, and what alignment may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Normed:
+    """What a norm would give, but for each row's factor."""
+
+    x: torch.Tensor
+    """[M, K], multiplied by the norm's weight."""
+    squares: torch.Tensor
+    """[M, parts] float32: they add up to the sum of the squares of a row, before the weight."""
+
+
+class Blocks(NamedTuple):
+    """How a product is cut."""
+
+    groups: int
+    """Of 64 rows of W, in a block."""
+    split: int = 1
+    """Blocks that share the K dimension."""
+    share: int = 1
+    """Blocks, of neighbouring rows, that fetch tokens for each other."""
+    tiles: int = 1
+    """Parts of the tokens."""
+    shared: int = SHARED_BYTES
+    """Bytes of a block's shared memory."""
+
+
+WideLinear = Callable[..., torch.Tensor]
+WideAdd = Callable[..., Normed]
+
+
+def _macros(tokens: int, groups: int, split: int, share: int, mode: int) -> dict[str, str | int]:
+    return {"TOKENS": tokens, "GROUPS": groups, "SPLIT": split, "SHARE": share, "MODE": mode}
+
+
+_family = Family("wide_linear", "wide_linear", _macros)
+
+
+def max_tokens() -> int:
+    """The value of MINISGL_WIDE_TOKENS, 256 by default and at most."""
+    text = os.environ.get(TOKENS_ENV, str(MAX_TOKENS))
+    if not text.isascii() or not text.isdigit():
+        raise UsageError(
+            f"{TOKENS_ENV} must be a whole number from 0 to {MAX_TOKENS}, not {text!r}"
+        )
+    return min(int(text), MAX_TOKENS)
+
+
+def computes(rows: int, k: int, *, silu: bool = False) -> bool:
+    """Whether there is a kernel for weights [rows, k]."""
+    return k % K_STEP == 0 and rows % (16 if silu else 8) == 0
+
+
+def wide_linear_reference(
+    x: torch.Tensor | Normed, weight: torch.Tensor, *, norm: torch.Tensor | None = None,
+    eps: float = 0.0, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None,
+    silu: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """The same as `wide_linear`, in float32 torch operations for any device."""
+    if isinstance(x, Normed):
+        mean = x.squares.sum(dim=1, keepdim=True) / x.x.shape[1]
+        wide = x.x.float() * torch.rsqrt(mean + eps)
+        out = skinny_linear_reference(wide, weight, bias=bias, residual=residual, silu=silu)
+        return out.to(x.x.dtype)
+    return skinny_linear_reference(
+        x, weight, norm=norm, eps=eps, bias=bias, residual=residual, silu=silu
+    )
+
+
+def wide_add_reference(
+    residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, following: torch.Tensor,
+    *, bias: torch.Tensor | None = None,
+) -> Normed:  # fmt: skip
+    """The same as `wide_add`, in float32 torch operations for any device."""
+    h = skinny_linear_reference(x, weight, bias=bias, residual=residual).float()
+    scaled = (h * following.float()).to(residual.dtype)
+    return Normed(scaled, h.square().sum(dim=1, keepdim=True))
+
+
+def wide_linear(
+    x: torch.Tensor | Normed, weight: torch.Tensor, *, norm: torch.Tensor | None = None,
+    eps: float = 0.0, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None,
+    silu: bool = False, blocks: Blocks | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """`x @ weight.T + bias` for x [M, K] of 1 to 256 tokens and weight [N, K]: [M, N].
+
+    `norm` [K]: x is normalised first, which is a kernel of its own unless x is `Normed` by this
+    norm already. `residual` [M, N]: the product is added to it, in place, and it is returned.
+    `silu`: weight holds gate and up, and the result is silu(gate) * up [M, N / 2]. Contiguous
+    bfloat16; K is a multiple of 64 and the result's width one of 8. Raises `KernelUnavailable`.
+    """
+    if isinstance(x, Normed):
+        return _call(x.x, weight, x.squares, eps, bias, residual, silu, None, blocks)[0]
+    if norm is not None:
+        x = rms_norm(x, norm, eps)
+    return _call(x, weight, None, 0.0, bias, residual, silu, None, blocks)[0]
+
+
+def wide_add(
+    residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, following: torch.Tensor, *,
+    bias: torch.Tensor | None = None, blocks: Blocks | None = None,
+) -> Normed:  # fmt: skip
+    """`wide_linear` with a residual, and the result made ready for the norm of weight `following`
+    [N]."""
+    _, ready = _call(x, weight, None, 0.0, bias, residual, False, following, blocks)
+    assert ready is not None
+    return ready
+
+
+def _call(
+    x: torch.Tensor, weight: torch.Tensor, squares: torch.Tensor | None, eps: float,
+    bias: torch.Tensor | None, residual: torch.Tensor | None, silu: bool,
+    following: torch.Tensor | None, blocks: Blocks | None,
+) -> tuple[torch.Tensor, Normed | None]:  # fmt: skip
+    tokens, k = x.shape
+    rows = weight.shape[0]
+    if tokens > MAX_TOKENS or x.dtype != torch.bfloat16 or not computes(rows, k, silu=silu):
+        raise KernelUnavailable(f"wide_linear has no kernel for {tokens} rows of {k} {x.dtype}")
+    mode = _SILU if silu else _ADD if residual is not None else _STORE
+    cut = blocks or shape_of_blocks(rows, k, -(-tokens // TILE) * TILE, mode)
+    out = x.new_empty((tokens, rows // 2 if silu else rows)) if residual is None else residual
+    ready = None
+    if following is not None:
+        parts = -(-rows // (ROWS * cut.groups))
+        ready = Normed(torch.empty_like(out), out.new_empty((tokens, parts), dtype=torch.float32))
+    kernel = _family[width_of(tokens, cut), cut.groups, cut.split, cut.share, mode]
+    kernel(
+        out, x, weight, bias, squares, eps, following, ready and ready.x, ready and ready.squares,
+        cut.shared,
+    )  # fmt: skip
+    return out, ready
+
+
+def width_of(tokens: int, cut: Blocks) -> int:
+    """Tokens that a block has room for."""
+    step = max(TILE, 8 * cut.share)
+    return -(-tokens // (cut.tiles * step)) * step
+
+
+@functools.cache
+def shape_of_blocks(rows: int, k: int, tokens: int, mode: int) -> Blocks:
+    """The cut that should be fastest for weights [rows, k] and up to so many tokens."""
+    return min(possible_blocks(rows, k, tokens, mode), key=lambda cut: clocks(cut, rows, k, tokens))
+
+
+def possible_blocks(rows: int, k: int, tokens: int, mode: int) -> list[Blocks]:
+    """All cuts that a block's registers and shared memory, and a cluster, hold."""
+    found = []
+    for groups, split, share, tiles in itertools.product(
+        (1, 2, 3), (1, 2, 4, 8), (1, 2, 4), (1, 2, 3, 4)
+    ):
+        cut = Blocks(groups, split, share, tiles)
+        width, height = width_of(tokens, cut), ROWS * groups
+        if split * share > CLUSTER or split > k // K_STEP or width > MAX_TOKENS:
+            continue
+        if (tiles - 1) * width >= tokens:
+            continue
+        # More registers than a thread can have; squares are summed within a warp.
+        if groups == 3 and (width > 208 or mode == _ADD):
+            continue
+        stages, sums = 2 * (height + width) * 2 * K_STEP, width * (height + 4) * 4
+        if max(stages, sums) + _TAIL <= SHARED_BYTES:
+            found.append(cut)
+    return found
+
+
+def clocks(cut: Blocks, rows: int, k: int, tokens: int) -> float:
+    """A model of the time: tensor cores, what a multiprocessor can take in, what the L2 cache can
+    give to all, and the sum over blocks."""
+    height, width, chunks = ROWS * cut.groups, width_of(tokens, cut), -(-k // K_STEP // cut.split)
+    row_tiles = -(-rows // height // cut.share) * cut.share
+    blocks = row_tiles * cut.split * cut.tiles
+    waves, at_once = -(-blocks // 128), min(blocks, 128)
+    weights, x = (chunks * lines * 2 * K_STEP for lines in (height, tokens / cut.tiles))
+    products = chunks * 4 * cut.groups * max(width / 2, 16 + width / 4)
+    given = (weights + x / cut.share) * at_once
+    sums = 0.0 if cut.split == 1 else 500 + height * width * 4 / 15
+    return waves * (max(products, (weights / 2 + x) / 55, given / 3300) + sums + 300 * cut.share)
+
+
+@functools.cache
+def _usable() -> bool:
+    return _family.usable() and torch.cuda.get_device_capability()[0] == 9
+
+
+def wide_linear_function() -> WideLinear | None:
+    """`wide_linear`, or None, with one warning, where CUDA kernels cannot be compiled, and where
+    the GPU is no Hopper."""
+    return wide_linear if _usable() else None
