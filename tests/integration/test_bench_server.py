@@ -101,6 +101,36 @@ def test_a_run_is_reported_and_drawn(
     assert "first token (TTFT)" in capsys.readouterr().out
 
 
+def test_a_trace_is_replayed_at_each_scale_on_one_server(model: str, tmp_path: Path) -> None:
+    """By a real engine: the share of time in which it computes is its own figure."""
+    pytest.importorskip("matplotlib")
+    report, picture = tmp_path / "report.json", tmp_path / "scales.png"
+    flags = ["--trace", "bursts", "--num-prompts", "20", "--request-rate", "20"]
+    flags += ["--prompt-tokens", "4-60", "--output-tokens", "2-9", "--time-scale", "0.5,2"]
+    code = run(
+        "--model", model, "--serve-args=--num-pages 4096", *flags,
+        "--json", str(report), "--plot", str(picture),
+    )  # fmt: skip
+    figures = json.loads(report.read_text())
+    assert code == 0 and figures["trace"]["requests"] == 20
+    assert [r["time_scale"] for r in figures["runs"]] == [0.5, 2.0]
+    for run_ in figures["runs"]:
+        assert run_["completed"] == 20 and run_["errors"] == 0
+        assert run_["offered_requests_per_second"] == pytest.approx(20 / run_["time_scale"])
+        assert run_["prompt_tokens"] == figures["runs"][0]["prompt_tokens"]
+        server = run_["server"]
+        assert 0 < server["device_busy_seconds"] < run_["seconds"]
+        assert server["idle_share"] == pytest.approx(
+            1 - server["device_busy_seconds"] / run_["seconds"]
+        )
+        assert server["idle_share_while_open"] <= server["idle_share"]
+        assert server["cached_tokens"] < run_["prompt_tokens"] / 10, "prompts were seen before"
+        assert run_["client"]["send_late_seconds"]["count"] == 20
+    slow = figures["runs"][1]
+    assert slow["seconds"] >= 2.0 * 20 / 20
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_run_with_failed_requests_says_so(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--num-prompts", "20", "--output-tokens", "64", "--prompt-tokens", "9")
     code = run("--model", model, "--serve-args=--fake-engine --max-queued-requests 1", *flags)

@@ -69,3 +69,8 @@ def picture_file(text: str) -> str:
 def lengths(text: str) -> tuple[int, ...]:
     """`500,2000`: whole numbers over 0."""
     return tuple(positive_int(part.strip()) for part in text.split(","))
+
+
+def scales(text: str) -> tuple[float, ...]:
+    """`0.4,1,1.6`: numbers over 0."""
+    return tuple(positive(part.strip()) for part in text.split(","))

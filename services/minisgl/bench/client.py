@@ -10,6 +10,8 @@ import httpx
 import msgspec
 import numpy as np
 
+from minisgl.bench.arrivals import Arrival
+from minisgl.bench.sse import Endpoint
 from minisgl.bench.stats import RequestRecord
 from minisgl.config import UsageError
 
@@ -18,6 +20,8 @@ _SAMPLE_TEXT = (
     "mountains. Why does water boil earlier on high peaks? Engineers measure, writers describe, "
     "children ask again: what is light made of, who drew the first map, how old is the sea?"
 )
+
+LOOK_SECONDS = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,8 @@ class Load:
     """`fixed`: at even distances; `poisson`: at random ones with the same mean."""
     rate: float | None = None
     """Requests per second; None: as fast as `concurrency` allows."""
+    times: Sequence[float] | None = None
+    """When each of `requests` is due, in seconds from the start, rising; goes before `rate`."""
     concurrency: int | None = None
     """Most open requests; one that is due waits for its turn. None: no limit."""
     seconds: float | None = None
@@ -47,6 +53,12 @@ class Load:
     temperature: float = 0.6
     timeout: float = 600.0
     """Longest silence of the server within a request, in seconds."""
+
+    @property
+    def open_loop(self) -> bool:
+        """Requests are due at times of their own, however slow the server is. Then latencies count
+        from when they were due: one that this process sends late has waited all the same."""
+        return self.times is not None or self.rate is not None
 
 
 class _Delta(msgspec.Struct):
@@ -139,11 +151,35 @@ def plan(
     return planned
 
 
+def plan_trace(target: Target, arrivals: Sequence[Arrival], seed: int) -> list[Planned]:
+    """A random prompt for each arrival, which no cache knows.
+
+    Raises `UsageError` if one does not fit the model.
+    """
+    for number, arrival in enumerate(arrivals, 1):
+        longest = arrival.prompt_tokens + arrival.output_tokens
+        if longest > target.max_model_len:
+            raise UsageError(
+                f"request {number} of the trace has {longest} tokens, prompt and output together; "
+                f"the server's limit is {target.max_model_len}"
+            )
+    rng = np.random.default_rng(seed)
+    return [
+        Planned(rng.choice(target.token_ids, a.prompt_tokens).tolist(), a.output_tokens)
+        for a in arrivals
+    ]
+
+
 class Generator:
-    """Sends a load to a target and keeps a record of each request."""
+    """Sends a load to a target, and keeps a record of each request and of its own slowness."""
 
     def __init__(self, target: Target, load: Load) -> None:
         self.records: list[RequestRecord] = []
+        self.late: list[float] = []
+        """How late this process woke up, in seconds, each `LOOK_SECONDS`: so late may each time of
+        the records be."""
+        self.processor_share = 0.0
+        """Of one processor, what this process used."""
         self._target = target
         self._load = load
         self._rng = np.random.default_rng(load.seed + 1)
@@ -155,51 +191,64 @@ class Generator:
     async def run(self, progress: Callable[[], object] = lambda: None) -> None:
         """Send everything and wait for the last answer. Calls `progress` after each."""
         load = self._load
-        self._zero = time.perf_counter()
+        endpoint = Endpoint(self._target.url, self._target.headers)
+        await endpoint.find()
+        requests = [endpoint.request(self._body(planned)) for planned in load.requests]
         turn = asyncio.Semaphore(load.concurrency) if load.concurrency else None
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        timeout = httpx.Timeout(load.timeout, connect=30)
+        self._zero, used = time.perf_counter(), time.process_time()
+        watch = asyncio.create_task(self._watch())
 
-        async def one(client: httpx.AsyncClient, planned: Planned) -> None:
+        async def one(index: int, record: RequestRecord) -> None:
             try:
-                await self._send(client, planned)
+                await self._send(endpoint, requests[index], load.requests[index], record)
             finally:
                 if turn:
                     turn.release()
             progress()
 
-        async with (
-            httpx.AsyncClient(
-                base_url=self._target.url,
-                headers=self._target.headers,
-                limits=limits,
-                timeout=timeout,
-            ) as client,
-            asyncio.TaskGroup() as tasks,
-        ):
-            due = 0.0
-            index = 0
-            while load.seconds is not None or index < len(load.requests):
-                if turn:
-                    await turn.acquire()
-                if load.rate is not None:
-                    # From the clock, not from the last send: a late send does not slow the rest.
-                    await asyncio.sleep(max(0.0, due - self._now()))
-                    due += self._gap(load.rate)
-                if load.seconds is not None and self._now() >= load.seconds:
-                    break
-                tasks.create_task(one(client, load.requests[index % len(load.requests)]))
-                index += 1
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                due = 0.0
+                count = 0
+                while load.seconds is not None or count < len(requests):
+                    index = count % len(requests)
+                    if turn:
+                        await turn.acquire()
+                    if load.times is not None:
+                        due = load.times[index]
+                    if load.open_loop:
+                        # From the clock, not from the last send: a late one does not slow the rest.
+                        await asyncio.sleep(max(0.0, due - self._now()))
+                    now = self._now()
+                    if load.seconds is not None and now >= load.seconds:
+                        break
+                    record = RequestRecord(
+                        start=due if load.open_loop else now,
+                        sent=now,
+                        prompt_tokens=len(load.requests[index].prompt_ids),
+                    )
+                    self.records.append(record)
+                    tasks.create_task(one(index, record))
+                    count += 1
+                    if load.rate is not None:
+                        due += self._gap(load.rate)
+        finally:
+            watch.cancel()
+            self.processor_share = (time.process_time() - used) / max(self._now(), 1e-9)
+
+    async def _watch(self) -> None:
+        while True:
+            began = time.perf_counter()
+            await asyncio.sleep(LOOK_SECONDS)
+            self.late.append(time.perf_counter() - began - LOOK_SECONDS)
 
     def _gap(self, rate: float) -> float:
         if self._load.arrival == "fixed":
             return 1 / rate
         return float(self._rng.exponential(1 / rate))
 
-    async def _send(self, client: httpx.AsyncClient, planned: Planned) -> None:
-        record = RequestRecord(start=self._now(), prompt_tokens=len(planned.prompt_ids))
-        self.records.append(record)
-        body = {
+    def _body(self, planned: Planned) -> dict[str, object]:
+        return {
             "model": self._target.model,
             "prompt": planned.prompt_ids,
             "max_tokens": planned.output_tokens,
@@ -208,54 +257,73 @@ class Generator:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+
+    async def _send(
+        self, endpoint: Endpoint, request: bytes, planned: Planned, record: RequestRecord
+    ) -> None:
+        reading = _Reading(planned, record, self._now)
         try:
-            async with client.stream("POST", "/v1/completions", json=body) as answer:
-                if answer.status_code != 200:
-                    text = (await answer.aread()).decode(errors="replace")
-                    record.error = f"HTTP {answer.status_code}: {text[:300]}"
-                else:
-                    await self._read(answer, planned, record)
-        except (httpx.HTTPError, msgspec.DecodeError) as error:
+            reader = await endpoint.exchange(request, reading.take, self._load.timeout)
+            if not reader.status:
+                record.error = "the connection was closed before an answer"
+            elif reader.status != 200:
+                text = reader.text.decode(errors="replace")
+                record.error = f"HTTP {reader.status}: {text[:300]}"
+            else:
+                reading.finish()
+        except (OSError, ValueError, msgspec.DecodeError) as error:
             record.error = f"{type(error).__name__}: {error}"
         if record.end is None:
             record.end = self._now()
 
-    async def _read(self, answer: httpx.Response, planned: Planned, record: RequestRecord) -> None:
-        """Follow one stream. Usage tells the tokens: a chunk may hold several, or none yet."""
-        rest = b""
-        chunks = 0
-        usage: _Usage | None = None
-        finished = False
-        if planned.leave_after == 0:
+
+class _Reading:
+    """What one stream says. Usage tells the tokens: a chunk may hold several, or none yet."""
+
+    def __init__(self, planned: Planned, record: RequestRecord, clock: Callable[[], float]) -> None:
+        self._planned, self._record, self._clock = planned, record, clock
+        self._usage: _Usage | None = None
+        self._done = False
+
+    def take(self, events: list[bytes]) -> bool:
+        """Note what came. False: the client goes away."""
+        record, now = self._record, self._clock()
+        if self._planned.leave_after == 0:
             record.left = True
+            return False
+        for event in events:
+            if not event.startswith(b"data: "):
+                continue  # a comment that keeps the connection alive
+            payload = event[len(b"data: ") :]
+            if payload == b"[DONE]":
+                self._done = True
+                continue
+            chunk = _decode_chunk(payload)
+            if chunk.error is not None:
+                record.error = f"in the stream: {chunk.error}"
+                return False
+            self._usage = chunk.usage or self._usage
+            if not chunk.choices:
+                continue
+            record.end = now
+            if record.first is None:
+                record.first = now
+            record.output_tokens += 1
+            if record.output_tokens == self._planned.leave_after:
+                record.left = True
+                return False
+        return True
+
+    def finish(self) -> None:
+        """The answer is over: whether it is whole."""
+        record, usage = self._record, self._usage
+        if record.left or record.error is not None:
             return
-        async for data in answer.aiter_raw():
-            *events, rest = (rest + data).split(b"\n\n")
-            for event in events:
-                if not event.startswith(b"data: "):
-                    continue  # a comment that keeps the connection alive
-                payload = event[len(b"data: ") :]
-                if payload == b"[DONE]":
-                    finished = True
-                    continue
-                chunk = _decode_chunk(payload)
-                if chunk.error is not None:
-                    record.error = f"in the stream: {chunk.error}"
-                    return
-                usage = chunk.usage or usage
-                if not chunk.choices:
-                    continue
-                record.end = self._now()
-                if record.first is None:
-                    record.first = record.end
-                chunks += 1
-                record.output_tokens = chunks
-                if chunks == planned.leave_after:
-                    record.left = True
-                    return
-        if not finished or usage is None:
+        if not self._done or usage is None:
             record.error = "the stream broke off before its end"
-        elif usage.completion_tokens != planned.output_tokens:
-            record.error = f"{usage.completion_tokens} tokens instead of {planned.output_tokens}"
+        elif usage.completion_tokens != self._planned.output_tokens:
+            record.error = (
+                f"{usage.completion_tokens} tokens instead of {self._planned.output_tokens}"
+            )
         else:
             record.output_tokens = usage.completion_tokens

@@ -1,6 +1,7 @@
 """The picture of a served run. Needs matplotlib: the extra `bench`."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from minisgl.bench.stats import RequestRecord
 from minisgl.config import UsageError
@@ -52,5 +53,47 @@ def plot_served(records: Sequence[RequestRecord], path: str, title: str) -> None
     axis.set(xlabel="time since the start (s)", ylabel="open requests")
     axis.set_ylim(bottom=0)
     axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def plot_scales(runs: Sequence[dict[str, Any]], path: str, title: str) -> None:
+    """Write a PNG: latencies, throughput and idle share of a trace over its time scales."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    runs = sorted(runs, key=lambda run: run["time_scale"])
+    scales = [run["time_scale"] for run in runs]
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7), layout="constrained")
+    figure.suptitle(title)
+    for axis, (name, key) in zip(
+        axes.flat,
+        (
+            ("time to first token (s)", "ttft_seconds"),
+            ("time per output token (s)", "tpot_seconds"),
+            ("time of the whole request (s)", "e2e_seconds"),
+        ),
+        strict=False,
+    ):
+        for part in ("p99", "p90", "p50"):
+            axis.plot(scales, [run[key][part] for run in runs], marker="o", label=part)
+        axis.set(ylabel=name, yscale="log")
+        axis.legend()
+    axis = axes.flat[3]
+    rates = [run["output_tokens_per_second"] for run in runs]
+    lines = axis.plot(scales, rates, marker="o", color="C3", label="output tokens/s")
+    axis.set_ylim(bottom=0)
+    axis.set_ylabel("output tokens/s")
+    shares = [run["server"]["idle_share"] for run in runs]
+    if None not in shares:
+        beside = axis.twinx()
+        lines += beside.plot(scales, shares, marker="s", color="C4", label="idle share")
+        beside.set(ylabel="share of the time in which the device is idle", ylim=(0, 1))
+    axis.legend(handles=lines)
+    for axis in axes.flat:
+        axis.set_xlabel("time scale of the trace (smaller: faster arrivals)")
+        axis.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

@@ -16,13 +16,16 @@ from minisgl.bench.arguments import (
     picture_file,
     positive,
     positive_int,
+    scales,
     share,
     token_range,
 )
-from minisgl.bench.client import Generator, Load, look_at, plan
-from minisgl.bench.plot import check_plotting, plot_served
+from minisgl.bench.arrivals import BURST_REQUESTS, BURSTS, Arrival, bursts, read_trace
+from minisgl.bench.client import Generator, Load, Target, look_at, plan
+from minisgl.bench.plot import check_plotting, plot_scales, plot_served
+from minisgl.bench.replay import client_report, replay, scales_table
 from minisgl.bench.server import Server
-from minisgl.bench.stats import served_report, table, write_json
+from minisgl.bench.stats import served_report, summary, table, write_json
 from minisgl.config import UsageError
 
 
@@ -48,8 +51,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-prompts",
         type=positive_int,
         metavar="N",
-        default=32,
-        help="requests to send (default: 32)",
+        help="requests to send (default: 32; with --trace: all of a file, 1000 of bursts)",
+    )
+    parser.add_argument(
+        "--trace",
+        metavar="FILE|bursts",
+        help="replay arrivals. A file holds a request a line, as JSON or CSV with a line of names: "
+        "time in seconds, prompt_tokens, output_tokens. bursts: made from --seed; bursts of "
+        f"{BURST_REQUESTS} requests on average come at random, prompts and outputs are log-normal "
+        "(default: none)",
+    )
+    parser.add_argument(
+        "--time-scale",
+        type=scales,
+        metavar="N,...",
+        help="with --trace: what its times are multiplied by; 0.5 is twice as fast. Several are "
+        "run one after the other, each with new prompts (default: 1)",
     )
     parser.add_argument(
         "--seconds",
@@ -60,27 +77,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompt-tokens",
         type=token_range,
-        default=(32, 128),
         metavar="MIN-MAX",
-        help="length of the prompts in tokens, uniform in this range (default: 32-128)",
+        help="length of the prompts in tokens, uniform in this range (default: 32-128; with "
+        "--trace bursts: 100-8000)",
     )
     parser.add_argument(
         "--output-tokens",
         type=token_range,
-        default=(16, 64),
         metavar="MIN-MAX",
-        help="length of the outputs in tokens, uniform in this range (default: 16-64)",
+        help="length of the outputs in tokens, uniform in this range (default: 16-64; with "
+        "--trace bursts: 50-1000)",
     )
     parser.add_argument(
         "--request-rate",
         type=positive,
         metavar="N",
-        help="mean arrivals in requests per second (default: all at once)",
+        help="mean arrivals in requests per second (default: all at once; with --trace bursts: 8, "
+        "before --time-scale)",
     )
     parser.add_argument(
         "--arrival",
         choices=("poisson", "fixed"),
-        default="poisson",
         help="with --request-rate: at random or at even distances (default: poisson)",
     )
     parser.add_argument(
@@ -92,7 +109,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--disconnect-share",
         type=share,
-        default=0.0,
         metavar="SHARE",
         help="share of clients that go away in the middle of their answer, 0 to 1 (default: 0)",
     )
@@ -128,6 +144,9 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.plot:
         check_plotting()
+    _check(args)
+    # Read before a server is started for it.
+    arrivals = _arrivals(args) if args.trace else None
     with ending_on_signals(), contextlib.ExitStack() as stack:
         url, model = args.url, args.served_model_name
         if args.model:
@@ -138,36 +157,88 @@ def run(args: argparse.Namespace) -> int:
             server = Server(args.model, flags, echo=sys.stderr.buffer)
             url = stack.enter_context(server).url
         target = look_at(url, model, args.api_key)
-        requests = plan(
-            target,
-            args.num_prompts,
-            args.prompt_tokens,
-            args.output_tokens,
-            args.disconnect_share,
-            args.seed,
-        )
-        load = Load(
-            requests=requests,
-            arrival=args.arrival,
-            rate=args.request_rate,
-            concurrency=args.concurrency,
-            seconds=args.seconds,
-            seed=args.seed,
-            temperature=args.temperature,
-            timeout=args.timeout,
-        )
-        # One request that does not count: the first one finds every process cold.
-        warm_up = plan(target, 1, args.prompt_tokens, (1, 1), 0.0, args.seed + 1)
-        asyncio.run(Generator(target, Load(requests=warm_up, timeout=args.timeout)).run())
-        generator = Generator(target, load)
-        total = None if args.seconds else len(requests)
-        with tqdm(total=total, unit="req", disable=not sys.stderr.isatty()) as bar:
-            asyncio.run(generator.run(bar.update))
+        if arrivals is not None:
+            return _replay(args, target, arrivals)
+        return _send(args, target)
 
-    report = served_report(generator.records)
-    report["model"] = target.model
-    report["host"] = platform.machine()
-    report["arguments"] = plain_arguments(args)
+
+def _check(args: argparse.Namespace) -> None:
+    """Flags that mean nothing beside others are errors, not ignored."""
+    if args.trace is None:
+        if args.time_scale is not None:
+            raise UsageError("--time-scale goes with --trace: without one give --request-rate")
+        return
+    refused = ["seconds", "arrival", "disconnect_share"]
+    if args.trace != BURSTS:
+        refused += ["prompt_tokens", "output_tokens", "request_rate"]
+    for name in refused:
+        if getattr(args, name) is not None:
+            flag, of = "--" + name.replace("_", "-"), f"--trace {args.trace}"
+            raise UsageError(f"{flag} does not go with {of}, which says that itself: leave it out")
+
+
+def _arrivals(args: argparse.Namespace) -> list[Arrival]:
+    if args.trace != BURSTS:
+        return read_trace(args.trace, args.num_prompts)
+    return bursts(
+        args.num_prompts or 1000,
+        args.request_rate or 8.0,
+        args.prompt_tokens or (100, 8000),
+        args.output_tokens or (50, 1000),
+        args.seed,
+    )
+
+
+def _replay(args: argparse.Namespace, target: Target, arrivals: list[Arrival]) -> int:
+    runs = replay(
+        target,
+        arrivals,
+        args.time_scale or (1.0,),
+        seed=args.seed,
+        temperature=args.temperature,
+        timeout=args.timeout,
+        concurrency=args.concurrency,
+    )
+    print(f"\nmilliseconds\n{scales_table(runs)}")
+    for text in sorted({text for run in runs for text in run["failures"]}):
+        print(f"failed: {text}", file=sys.stderr)
+    if args.json:
+        trace = {
+            "requests": len(arrivals),
+            "seconds": arrivals[-1].time,
+            "prompt_tokens": summary([a.prompt_tokens for a in arrivals]),
+            "output_tokens": summary([a.output_tokens for a in arrivals]),
+        }
+        write_json(args.json, {**_about(args, target), "trace": trace, "runs": runs})
+    if args.plot:
+        plot_scales(runs, args.plot, f"{target.model}: {len(arrivals)} requests")
+    return 1 if any(run["errors"] for run in runs) else 0
+
+
+def _send(args: argparse.Namespace, target: Target) -> int:
+    lengths = args.prompt_tokens or (32, 128), args.output_tokens or (16, 64)
+    requests = plan(
+        target, args.num_prompts or 32, *lengths, args.disconnect_share or 0.0, args.seed
+    )
+    load = Load(
+        requests=requests,
+        arrival=args.arrival or "poisson",
+        rate=args.request_rate,
+        concurrency=args.concurrency,
+        seconds=args.seconds,
+        seed=args.seed,
+        temperature=args.temperature,
+        timeout=args.timeout,
+    )
+    # One request that does not count: the first one finds every process cold.
+    warm_up = plan(target, 1, lengths[0], (1, 1), 0.0, args.seed + 1)
+    asyncio.run(Generator(target, Load(requests=warm_up, timeout=args.timeout)).run())
+    generator = Generator(target, load)
+    total = None if args.seconds else len(requests)
+    with tqdm(total=total, unit="req", disable=not sys.stderr.isatty()) as bar:
+        asyncio.run(generator.run(bar.update))
+
+    report = {**served_report(generator.records), "client": client_report(generator)}
     print(
         f"{report['completed']} of {report['requests']} requests answered in "
         f"{report['seconds']:.1f} s, {report['left']} left on purpose, {report['errors']} failed\n"
@@ -183,10 +254,18 @@ def run(args: argparse.Namespace) -> int:
     for text, count in Counter(r.error for r in generator.records if r.error).most_common(5):
         print(f"failed {count} times: {text}", file=sys.stderr)
     if args.json:
-        write_json(args.json, report)
+        write_json(args.json, {**report, **_about(args, target)})
     if args.plot:
         plot_served(generator.records, args.plot, f"{target.model}: {report['requests']} requests")
     return 1 if report["errors"] else 0
+
+
+def _about(args: argparse.Namespace, target: Target) -> dict[str, object]:
+    return {
+        "model": target.model,
+        "host": platform.machine(),
+        "arguments": plain_arguments(args),
+    }
 
 
 def plain_arguments(args: argparse.Namespace) -> dict[str, object]:

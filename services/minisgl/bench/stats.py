@@ -17,6 +17,7 @@ class RequestRecord:
     """One request as its client saw it. Times count from the start of the run."""
 
     start: float
+    """When it was due: its latencies count from here."""
     prompt_tokens: int
     first: float | None = None
     """When the first output token came."""
@@ -26,6 +27,13 @@ class RequestRecord:
     left: bool = False
     """The client went away before the end, on purpose."""
     error: str | None = None
+    sent: float | None = None
+    """When it was sent; None: at its start."""
+
+    @property
+    def late(self) -> float:
+        """How long after it was due the client sent it."""
+        return 0.0 if self.sent is None else self.sent - self.start
 
     @property
     def whole(self) -> bool:
@@ -48,7 +56,7 @@ class RequestRecord:
 
     @property
     def e2e(self) -> float:
-        """Time from sending the request to the last token."""
+        """Time to the last token."""
         assert self.end is not None
         return self.end - self.start
 

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from minisgl.bench import kernels, serve
-from minisgl.bench.arguments import lengths, positive, positive_int, share, token_range
+from minisgl.bench.arguments import (
+    lengths,
+    positive,
+    positive_int,
+    scales,
+    share,
+    token_range,
+)
 from minisgl.config import UsageError
 
 
@@ -21,7 +28,8 @@ def test_a_range_of_tokens_may_be_one_number() -> None:
     assert token_range("10-20") == (10, 20) and token_range("7") == (7, 7)
 
 
-def test_lengths_are_a_list() -> None:
+def test_lengths_and_scales_are_lists() -> None:
+    assert scales("0.4, 1") == (0.4, 1.0)
     assert lengths("500, 2000") == (500, 2000)
 
 
@@ -31,6 +39,7 @@ def test_lengths_are_a_list() -> None:
     + [(positive, t) for t in ("0", "-1", "nan", "inf", "x")]
     + [(positive_int, t) for t in ("0", "-1", "1.5", "\u00b2", "")]
     + [(share, t) for t in ("-0.1", "1.1", "nan", "x")]
+    + [(scales, t) for t in ("", "1,,2", "0", "1,-2")]
     + [(lengths, t) for t in ("", "5,,6", "0")],
 )
 def test_anything_else_is_refused_with_what_was_given(kind: object, text: str) -> None:

@@ -1,6 +1,7 @@
 """The load generator, against a server that answers as told."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -85,6 +86,32 @@ async def test_fixed_arrivals_keep_their_distance() -> None:
         records = await send(server, *[Planned([5], 1)] * 5, rate=50.0, arrival="fixed")
     starts = [r.start for r in records]
     assert all(start >= i / 50 for i, start in enumerate(starts))
+
+
+async def test_requests_of_a_trace_are_sent_when_they_are_due() -> None:
+    times = [0.0, 0.05, 0.05, 0.2]
+    async with SseServer() as server:
+        records = await send(server, *[Planned([5], 1)] * 4, times=times)
+    assert [r.start for r in records] == times
+    assert all(r.sent is not None and r.sent >= r.start for r in records)
+
+
+async def test_a_request_that_must_wait_for_its_turn_has_waited_since_it_was_due() -> None:
+    """Else a slow server would hide what it makes its clients wait."""
+    async with SseServer() as server:
+        first, second = await send(
+            server, Planned([5], 300), Planned([5], 1), times=[0.0, 0.0], concurrency=1
+        )
+    assert first.end is not None and second.start == 0.0
+    assert second.late >= first.end and second.ttft > first.e2e
+
+
+async def test_the_client_notes_how_late_it_was_itself() -> None:
+    async with SseServer() as server:
+        target = await target_of(server)
+        generator = Generator(target, Load(requests=[Planned([5], 1), Planned([5], 1000)]))
+        await generator.run(lambda: time.sleep(0.15))  # while the second one goes on
+    assert max(generator.late) > 0.1 and generator.processor_share > 0
 
 
 async def test_poisson_arrivals_are_those_of_the_seed() -> None:
