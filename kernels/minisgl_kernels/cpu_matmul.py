@@ -8,8 +8,10 @@ With bfloat16 weights, subnormal numbers count as zero where the CPU's instructi
 so. With int8 weights a row of activations with an infinity or a NaN gives NaN everywhere.
 """
 
+import contextlib
 import ctypes
 import functools
+import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,14 +20,43 @@ import torch
 import torch.nn.functional as F
 
 from minisgl.config import UsageError
-from minisgl_kernels.build import library
+from minisgl_kernels.build import OPTIMISED, library
 
 ISA_ENV = "MINISGL_CPU_ISA"
 ISAS = ("portable", "avx2", "avx512", "amx")
+AMX = ISAS.index("amx")
 THEN = ("store", "add", "silu", "logits")
 BLOCK = 16
+HUGE_PAGE = 2 << 20
+CHUNK = 32 << 20
 MAX_INT8_INPUTS = 65536
 _LEAST = 4e-37
+
+
+class PackedMemory:
+    """Memory for packed weights that are read one after the other: together in huge pages, where
+    the system has them, which spares the CPU looking up an address every 4 KiB."""
+
+    def __init__(self) -> None:
+        self._rest = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, count: int) -> torch.Tensor:
+        """`count` bytes, aligned to 64. The memory lives as long as any tensor in it."""
+        count = -(-count // 64) * 64
+        if count > len(self._rest):
+            self._rest = _huge_pages(max(count, CHUNK))
+        taken, self._rest = self._rest[:count], self._rest[count:]
+        return taken
+
+
+def _huge_pages(count: int) -> torch.Tensor:
+    """At least `count` bytes that begin with a huge page; untouched ones take no memory."""
+    area = mmap.mmap(-1, count + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            area.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(area, dtype=torch.uint8)
+    return whole[-whole.data_ptr() % HUGE_PAGE :]
 
 
 class Packed(ctypes.Structure):
@@ -57,8 +88,10 @@ class PackedWeight:
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
-    lib = library("cpu_matmul")
+def _library(emulate_tiles: bool = False) -> ctypes.CDLL:
+    lib = library(
+        "cpu_matmul", (*OPTIMISED, "-DMINISGL_EMULATE_TILES") if emulate_tiles else OPTIMISED
+    )
     number, short, pointer = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
     for name, result, arguments in (
         ("cpu_best_isa", short, ()),
@@ -100,11 +133,12 @@ def chosen_isa() -> int:
 
 def pack(
     weight: torch.Tensor, *, bias: torch.Tensor | None = None, int8: bool = False,
-    gated: bool = False,
+    gated: bool = False, memory: PackedMemory | None = None,
 ) -> PackedWeight:  # fmt: skip
     """`weight` [outputs, inputs] of bfloat16, packed; with `gated` its rows are gate, then up.
 
-    Raises `ValueError` for another type or shape, and `KernelUnavailable`.
+    `memory` is where it goes: the same one for all weights of a model. Raises `ValueError` for
+    another type or shape, and `KernelUnavailable`.
     """
     if weight.dtype != torch.bfloat16 or weight.dim() != 2 or weight.device.type != "cpu":
         raise ValueError(
@@ -118,7 +152,8 @@ def pack(
         raise ValueError(f"int8 weights have {MAX_INT8_INPUTS} inputs at most, not {inputs}")
     lib, weight = _library(), weight.contiguous()
     padded = lib.cpu_packed_blocks(outputs, gated) * BLOCK
-    data = torch.empty(padded // BLOCK * lib.cpu_block_bytes(inputs, int8), dtype=torch.uint8)
+    size = padded // BLOCK * lib.cpu_block_bytes(inputs, int8)
+    data = torch.empty(size, dtype=torch.uint8) if memory is None else memory.take(size)
     if data.data_ptr() % 64:
         raise ValueError("memory of tensors is not aligned to 64 bytes")
     scale = sums = None
@@ -171,22 +206,24 @@ def matmul_reference(
     if then == "logits":
         result = value
     elif then == "silu":
-        gate, up = value.bfloat16().chunk(2, dim=-1)
-        result = F.silu(gate) * up
+        gate, up = value.chunk(2, dim=-1)
+        result = (F.silu(gate) * up).bfloat16()
     else:
-        result = value.bfloat16() if then == "store" or out is None else out + value.bfloat16()
+        result = (value if then == "store" or out is None else out + value).bfloat16()
     return result if out is None else out.copy_(result)
 
 
 def matmul(
     x: torch.Tensor, weight: PackedWeight, *, then: str = "store", out: torch.Tensor | None = None,
     isa: int | None = None, lanes: Sequence[int] | None = None, threads: int = 1,
+    emulate_tiles: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """`x @ weight.T + bias` for x [M, inputs] of bfloat16, by one thread: [M, outputs].
 
     `then`: store; add (to `out`, in place); silu (of gated weights: [M, outputs / 2]); logits
     (float32). Rows of x and of `out` may lie apart. With `lanes` only those of `threads` threads do
-    their part. Raises `ValueError` for what does not fit, and `KernelUnavailable`.
+    their part. `emulate_tiles`: the code for AMX, with its tiles in plain C++. Raises `ValueError`
+    for what does not fit, and `KernelUnavailable`.
     """
     if x.dtype != torch.bfloat16 or x.dim() != 2 or x.shape[1] != weight.inputs:
         raise ValueError(f"x must be bfloat16 [M, {weight.inputs}], not {x.dtype} {list(x.shape)}")
@@ -198,10 +235,12 @@ def matmul(
         out = torch.zeros(shape, dtype=dtype)
     if out.dtype != dtype or out.shape != shape or out.stride(1) != 1 or x.stride(1) != 1:
         raise ValueError(f"out must be {dtype} {list(shape)} in rows, and x in rows")
+    if isa is None:
+        isa = AMX if emulate_tiles else best_isa()
     for lane in range(threads) if lanes is None else lanes:
-        _library().cpu_matmul(
+        _library(emulate_tiles).cpu_matmul(
             ctypes.byref(weight.struct), x.data_ptr(), x.stride(0), len(x), THEN.index(then),
-            out.data_ptr(), out.stride(0), best_isa() if isa is None else isa, lane, threads,
+            out.data_ptr(), out.stride(0), isa, lane, threads,
         )  # fmt: skip
     return out
 

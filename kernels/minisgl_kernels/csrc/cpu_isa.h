@@ -27,6 +27,12 @@
 #endif
 
 #define MINISGL_INLINE inline __attribute__((always_inline))
+// Before a loop over registers, so that arrays of them are never in memory.
+#if defined(__clang__)
+#define MINISGL_UNROLL _Pragma("unroll")
+#else
+#define MINISGL_UNROLL _Pragma("GCC unroll 16")
+#endif
 
 namespace minisgl::cpu {
 

@@ -10,7 +10,8 @@
 #include <algorithm>
 #include <new>
 
-#include "cpu_matmul_portable.h"
+#include "cpu_matmul_amx.h"
+#include "cpu_matmul_avx2.h"
 
 namespace minisgl::cpu {
 
@@ -64,43 +65,65 @@ inline Range share(int64_t total, int64_t unit, const Lane& lane) {
   return {std::min(begin, total), std::min(end, total)};
 }
 
-inline const Kernels& kernels_of(Isa) { return portable_kernels(); }
+inline const Kernels& kernels_of(Isa isa) {
+#if defined(MINISGL_EMULATE_TILES)
+  if (isa == Isa::amx) return emulated_amx_kernels();
+#endif
+#if MINISGL_X86
+  if (isa == Isa::amx) return amx_kernels();
+  if (isa == Isa::avx512) return avx512_kernels();
+  if (isa == Isa::avx2) return avx2_kernels();
+#endif
+  (void)isa;
+  return portable_kernels();
+}
+
+constexpr int64_t kInt8Rows = 240;        // quantised at once: they stay in the second cache
+constexpr int64_t kFetched = 256 << 10;   // bytes of weights that are fetched ahead at most
 
 // Products of x [m, w.inputs], whose rows are `ldx` apart. The epilogue says what becomes of them.
 inline void matmul(const Packed& w, const bf16* x, int64_t ldx, int64_t m, const Epilogue& to,
                    Lane& lane) {
-  const Kernels& kernels = kernels_of(lane.isa);
   const Range blocks = share(blocks_of(w), w.gated ? 2 : 1, lane);
+  if (m == 0 || blocks.begin == blocks.end) return;
+  const Kernels& kernels = kernels_of(lane.isa);
+  const Shape shape = kernels.shape(m);
   const int64_t k = padded_inputs(w.inputs, w.stored), bytes = block_bytes(w);
   const bool int8 = w.stored == Stored::int8;
-  const int64_t rows_at_once = int8 ? 240 : m;
-  const int64_t tile_bytes = kernels.rows * kernels.blocks * kBlock * sizeof(float);
-  char* const memory = lane.scratch.get(tile_bytes + (int8 ? rows_at_once * (k + 64) : 0));
+  const int64_t chunk = int8 ? (kInt8Rows + shape.rows - 1) / shape.rows * shape.rows : m;
+  const int64_t tile_bytes = (shape.rows + 15) / 16 * 16 * shape.blocks * kBlock * sizeof(float);
+  const int64_t scale_bytes = int8 ? (chunk + 15) / 16 * 16 * sizeof(float) : 0;
+  const int64_t row_bytes = int8 ? std::min(chunk, m) * k : 0;
+  char* const memory = lane.scratch.get(tile_bytes + scale_bytes + row_bytes);
   auto* const tile = reinterpret_cast<float*>(memory);
   auto* const scales = reinterpret_cast<float*>(memory + tile_bytes);
-  auto* const quantised = reinterpret_cast<uint8_t*>(memory + tile_bytes + rows_at_once * 64);
-  for (int64_t first = 0; first < m; first += rows_at_once) {
-    const int64_t rows = std::min(rows_at_once, m - first);
+  auto* const quantised = reinterpret_cast<uint8_t*>(memory + tile_bytes + scale_bytes);
+  if (kernels.begin != nullptr) kernels.begin();
+  for (int64_t from = 0; from < m; from += chunk) {
+    const int64_t rows = std::min(chunk, m - from);
     for (int64_t row = 0; int8 && row < rows; ++row) {
-      scales[row] =
-          kernels.quantise(x + (first + row) * ldx, w.inputs, k, quantised + row * k);
+      scales[row] = kernels.quantise(x + (from + row) * ldx, w.inputs, k, quantised + row * k);
     }
-    for (int64_t block = blocks.begin; block < blocks.end; block += kernels.blocks) {
-      const int count = static_cast<int>(std::min<int64_t>(kernels.blocks, blocks.end - block));
+    for (int64_t block = blocks.begin; block < blocks.end; block += shape.blocks) {
+      const int count = static_cast<int>(std::min<int64_t>(shape.blocks, blocks.end - block));
       const char* const data = static_cast<const char*>(w.data) + block * bytes;
-      for (int64_t row = 0; row < rows; row += kernels.rows) {
-        const int part = static_cast<int>(std::min<int64_t>(kernels.rows, rows - row));
+      const bool last = block + 2 * count > blocks.end;
+      for (int64_t row = 0; row < rows; row += shape.rows) {
+        const int part = static_cast<int>(std::min<int64_t>(shape.rows, rows - row));
+        const int64_t ahead = row > 0 || last ? 0 : std::min(count * bytes, kFetched);
         if (int8) {
-          kernels.int8_tile(quantised + row * k, part, reinterpret_cast<const int8_t*>(data), k, count,
-                       scales + row, w.scale + block * kBlock, w.sums + block * kBlock, tile);
+          kernels.int8_tile(quantised + row * k, part, reinterpret_cast<const int8_t*>(data), k,
+                            count, ahead, scales + row, w.scale + block * kBlock,
+                            w.sums + block * kBlock, tile);
         } else {
-          kernels.bf16_tile(x + (first + row) * ldx, ldx, part, reinterpret_cast<const bf16*>(data),
-                       w.inputs, count, tile);
+          kernels.bf16_tile(x + (from + row) * ldx, ldx, part,
+                            reinterpret_cast<const bf16*>(data), w.inputs, count, ahead, tile);
         }
-        kernels.finish(tile, part, w, block, count, to, first + row);
+        kernels.finish(tile, part, w, block, count, to, from + row);
       }
     }
   }
+  if (kernels.end != nullptr) kernels.end();
 }
 
 }  // namespace minisgl::cpu

@@ -5,11 +5,11 @@
 
 namespace minisgl::cpu {
 
-// What becomes of the sums, after the bias is added to them in float32.
+// What becomes of the sums, after the bias is added to them. All of it is float32, rounded once.
 enum class Then : int32_t {
   store = 0,   // out is bf16
-  add = 1,     // out is bf16: the product, rounded to bf16, is added to it and the sum is rounded
-  silu = 2,    // out is bf16 of outputs / 2: silu(gate) * up of gated weights; each is rounded
+  add = 1,     // out is bf16, and the product is added to it
+  silu = 2,    // out is bf16 of outputs / 2: silu(gate) * up of gated weights
   logits = 3,  // out is float32
 };
 
@@ -19,26 +19,35 @@ struct Epilogue {
   int64_t ldo;
 };
 
-// One instruction set. A tile is [rows, blocks * 16] float32 and is `blocks` * 16 wide.
+// Rows and blocks of a tile. Of gated weights a tile has both of gate and up, so blocks are even.
+struct Shape {
+  int rows, blocks;
+};
+
+// One instruction set. A tile is float32 [rows, blocks * 16], aligned to 64 bytes.
 struct Kernels {
-  int rows, blocks;  // of the largest tile; blocks is even
-  // Sums of x [rows, inputs], ldx apart, and `blocks` blocks of weights.
+  Shape (*shape)(int64_t m);  // of tiles, for products of m rows
+  // Sums of x [rows, inputs], ldx apart, and `blocks` blocks of weights. While they are read, those
+  // `ahead` bytes behind them are fetched: 0, or where there are some.
   void (*bf16_tile)(const bf16* x, int64_t ldx, int rows, const bf16* w, int64_t inputs,
-                    int blocks, float* tile);
+                    int blocks, int64_t ahead, float* tile);
   // The same for x [rows, k] of `quantise`, with scales of rows and of outputs.
   void (*int8_tile)(const uint8_t* x, int rows, const int8_t* w, int64_t k, int blocks,
-                    const float* row_scale, const float* scale, const int32_t* sums, float* tile);
+                    int64_t ahead, const float* row_scale, const float* scale, const int32_t* sums,
+                    float* tile);
   // x [inputs] as q + 128 in `out` [k], 128 beyond inputs; the scale. As in cpu_pack.h.
   float (*quantise)(const bf16* x, int64_t inputs, int64_t k, uint8_t* out);
   // Puts a tile of rows from `row` and of blocks from `block` where it belongs.
   void (*finish)(const float* tile, int rows, const Packed& w, int64_t block, int blocks,
                  const Epilogue& to, int64_t row);
+  void (*begin)();  // before the tiles of a product, and after them, in each thread; or null
+  void (*end)();
 };
 
 namespace portable {
 
 inline void bf16_tile(const bf16* x, int64_t ldx, int rows, const bf16* w, int64_t inputs,
-                      int blocks, float* tile) {
+                      int blocks, int64_t, float* tile) {
   const int64_t k = padded_inputs(inputs, Stored::bf16);
   for (int row = 0; row < rows; ++row, x += ldx, tile += blocks * kBlock) {
     for (int block = 0; block < blocks; ++block) {
@@ -66,7 +75,7 @@ inline float quantise(const bf16* x, int64_t inputs, int64_t k, uint8_t* out) {
 }
 
 inline void int8_tile(const uint8_t* x, int rows, const int8_t* w, int64_t k, int blocks,
-                      const float* row_scale, const float* scale, const int32_t* sums,
+                      int64_t, const float* row_scale, const float* scale, const int32_t* sums,
                       float* tile) {
   for (int row = 0; row < rows; ++row, x += k, tile += blocks * kBlock) {
     for (int block = 0; block < blocks; ++block) {
@@ -87,9 +96,6 @@ inline void int8_tile(const uint8_t* x, int rows, const int8_t* w, int64_t k, in
 
 inline float silu(float x) { return x / (1.0f + expf(-x)); }
 
-inline float rounded(float value) { return to_float(to_bf16(value)); }
-
-// One row of a tile; also for the last outputs of other instruction sets, where they are no block.
 inline void finish_row(const float* sum, const Packed& w, int64_t block, int blocks,
                        const Epilogue& to, int64_t row) {
   const int step = to.then == Then::silu ? 2 : 1;
@@ -105,12 +111,12 @@ inline void finish_row(const float* sum, const Packed& w, int64_t block, int blo
       if (to.then == Then::store) {
         out[j] = to_bf16(value);
       } else if (to.then == Then::add) {
-        out[j] = to_bf16(to_float(out[j]) + rounded(value));
+        out[j] = to_bf16(to_float(out[j]) + value);
       } else if (to.then == Then::logits) {
         wide[j] = value;
       } else {
         const float up = bias == nullptr ? at[kBlock + j] : at[kBlock + j] + bias[kBlock + j];
-        out[j] = to_bf16(rounded(silu(rounded(value))) * rounded(up));
+        out[j] = to_bf16(silu(value) * up);
       }
     }
   }
@@ -123,11 +129,14 @@ inline void finish(const float* tile, int rows, const Packed& w, int64_t block, 
   }
 }
 
+inline Shape shape(int64_t m) { return {static_cast<int>(m < 4 ? m : 4), 4}; }
+
 }  // namespace portable
 
 inline const Kernels& portable_kernels() {
-  static constexpr Kernels kernels = {4, 4, portable::bf16_tile, portable::int8_tile,
-                                      portable::quantise, portable::finish};
+  static constexpr Kernels kernels = {portable::shape,    portable::bf16_tile, portable::int8_tile,
+                                      portable::quantise, portable::finish,    nullptr,
+                                      nullptr};
   return kernels;
 }
 

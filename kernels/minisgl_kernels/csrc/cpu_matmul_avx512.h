@@ -1,0 +1,288 @@
+// Products with AVX-512: vdpbf16ps for bf16 (sums float32; subnormals count as zero), vpdpbusd for
+// int8. A tile of R rows and C blocks stays in registers; each weight is loaded once for its rows,
+// each pair (four) of x once for its blocks.
+#pragma once
+
+#include "cpu_matmul_portable.h"
+
+#if MINISGL_X86
+
+namespace minisgl::cpu::avx512 {
+
+constexpr int kRows = 12, kFewRows = 6;  // of 2 blocks; of 4: 24 of 32 registers hold sums
+constexpr int kBlocks = 2, kManyBlocks = 4;
+
+MINISGL_AVX512 MINISGL_INLINE __m512i spread(const void* four_bytes) {
+  int32_t value;
+  memcpy(&value, four_bytes, sizeof value);
+  return _mm512_set1_epi32(value);
+}
+
+// Up to 12 rows, `stride` bytes apart, by a pointer for three of them: there are too few registers
+// for a pointer each, and the compiler would keep them in vector registers.
+struct Rows {
+  const char *a, *b, *c, *d;
+  int64_t stride;
+
+  MINISGL_INLINE Rows(const void* first, int64_t apart)
+      : a(static_cast<const char*>(first)), b(a + 3 * apart), c(a + 6 * apart), d(a + 9 * apart),
+        stride(apart) {}
+  MINISGL_INLINE const char* operator[](int row) const {
+    return (row < 3 ? a : row < 6 ? b : row < 9 ? c : d) + row % 3 * stride;
+  }
+  MINISGL_INLINE void advance() {
+    a += 4, b += 4, c += 4, d += 4;
+    __asm__("" : "+r"(a), "+r"(b), "+r"(c), "+r"(d));
+  }
+};
+
+// The blocks lie `block` bytes apart, and `ahead` bytes behind them what is needed next.
+template <int R, int C>
+MINISGL_AVX512 void bf16_sums(const bf16* x, int64_t ldx, const char* w, int64_t block,
+                              int64_t inputs, int64_t ahead, float* tile, int64_t width) {
+  __m512 sum[R][C];
+  MINISGL_UNROLL
+  for (int r = 0; r < R; ++r) {
+    MINISGL_UNROLL
+    for (int c = 0; c < C; ++c) sum[r][c] = _mm512_setzero_ps();
+  }
+  Rows rows(x, ldx * sizeof(bf16));
+  for (const char* const end = w + inputs / 2 * 64; w != end; w += 64, rows.advance()) {
+    __m512bh line[C];
+    MINISGL_UNROLL
+    for (int c = 0; c < C; ++c) {
+      line[c] = (__m512bh)_mm512_load_si512(w + c * block);
+      _mm_prefetch(w + c * block + ahead, _MM_HINT_T0);
+    }
+    MINISGL_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const __m512bh pair = (__m512bh)spread(rows[r]);
+      MINISGL_UNROLL
+      for (int c = 0; c < C; ++c) sum[r][c] = _mm512_dpbf16_ps(sum[r][c], pair, line[c]);
+    }
+  }
+  if (inputs % 2 != 0) {  // the weights beyond are zero, but what is beyond x may be no number
+    MINISGL_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const __m512bh pair = (__m512bh)_mm512_set1_epi32(x[r * ldx + inputs - 1]);
+      MINISGL_UNROLL
+      for (int c = 0; c < C; ++c) {
+        const __m512bh line = (__m512bh)_mm512_load_si512(w + c * block);
+        sum[r][c] = _mm512_dpbf16_ps(sum[r][c], pair, line);
+      }
+    }
+  }
+  MINISGL_UNROLL
+  for (int r = 0; r < R; ++r) {
+    MINISGL_UNROLL
+    for (int c = 0; c < C; ++c) _mm512_store_ps(tile + r * width + c * kBlock, sum[r][c]);
+  }
+}
+
+template <int R, int C>
+MINISGL_AVX512 void int8_sums(const uint8_t* x, int64_t k, const char* w, int64_t block,
+                              int64_t ahead, const float* row_scale, const float* scale,
+                              const int32_t* sums, float* tile, int64_t width) {
+  __m512i sum[R][C];
+  MINISGL_UNROLL
+  for (int c = 0; c < C; ++c) {
+    // x is q + 128
+    const __m512i start = _mm512_slli_epi32(_mm512_loadu_si512(sums + c * kBlock), 7);
+    MINISGL_UNROLL
+    for (int r = 0; r < R; ++r) sum[r][c] = _mm512_sub_epi32(_mm512_setzero_si512(), start);
+  }
+  Rows rows(x, k);
+  for (const char* const end = w + k * kBlock; w != end; w += 64, rows.advance()) {
+    __m512i line[C];
+    MINISGL_UNROLL
+    for (int c = 0; c < C; ++c) {
+      line[c] = _mm512_load_si512(w + c * block);
+      _mm_prefetch(w + c * block + ahead, _MM_HINT_T0);
+    }
+    MINISGL_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const __m512i four = spread(rows[r]);
+      MINISGL_UNROLL
+      for (int c = 0; c < C; ++c) sum[r][c] = _mm512_dpbusd_epi32(sum[r][c], four, line[c]);
+    }
+  }
+  MINISGL_UNROLL
+  for (int r = 0; r < R; ++r) {
+    MINISGL_UNROLL
+    for (int c = 0; c < C; ++c) __asm__("" : "+v"(sum[r][c]));  // in registers to here
+  }
+  MINISGL_UNROLL
+  for (int r = 0; r < R; ++r) {
+    MINISGL_UNROLL
+    for (int c = 0; c < C; ++c) {
+      const __m512 by = _mm512_mul_ps(_mm512_set1_ps(row_scale[r]),
+                                      _mm512_loadu_ps(scale + c * kBlock));
+      _mm512_store_ps(tile + r * width + c * kBlock,
+                      _mm512_mul_ps(_mm512_cvtepi32_ps(sum[r][c]), by));
+    }
+  }
+}
+
+// The functions for 1 to 12 rows of 1 or 2 blocks, and for 1 to 6 of 3 or 4.
+template <class Function>
+struct Table {
+  Function of[kRows][kManyBlocks];
+};
+
+template <int R, int C>
+constexpr void fill(Table<decltype(&bf16_sums<1, 1>)>& table) {
+  table.of[R - 1][C - 1] = bf16_sums<R, C>;
+}
+
+template <int R, int C>
+constexpr void fill(Table<decltype(&int8_sums<1, 1>)>& table) {
+  table.of[R - 1][C - 1] = int8_sums<R, C>;
+}
+
+template <class Function, int R = 1>
+constexpr void fill_rows(Table<Function>& table) {
+  fill<R, 1>(table);
+  fill<R, 2>(table);
+  if constexpr (R <= kFewRows) {
+    fill<R, 3>(table);
+    fill<R, 4>(table);
+  }
+  if constexpr (R < kRows) fill_rows<Function, R + 1>(table);
+}
+
+template <class Function>
+constexpr Table<Function> table_of() {
+  Table<Function> table{};
+  fill_rows(table);
+  return table;
+}
+
+inline void bf16_tile(const bf16* x, int64_t ldx, int rows, const bf16* w, int64_t inputs,
+                      int blocks, int64_t ahead, float* tile) {
+  static constexpr auto table = table_of<decltype(&bf16_sums<1, 1>)>();
+  table.of[rows - 1][blocks - 1](x, ldx, reinterpret_cast<const char*>(w),
+                                 block_bytes(inputs, Stored::bf16), inputs, ahead, tile,
+                                 blocks * kBlock);
+}
+
+inline void int8_tile(const uint8_t* x, int rows, const int8_t* w, int64_t k, int blocks,
+                      int64_t ahead, const float* row_scale, const float* scale,
+                      const int32_t* sums, float* tile) {
+  static constexpr auto table = table_of<decltype(&int8_sums<1, 1>)>();
+  table.of[rows - 1][blocks - 1](x, k, reinterpret_cast<const char*>(w), kBlock * k, ahead,
+                                 row_scale, scale, sums, tile, blocks * kBlock);
+}
+
+MINISGL_AVX512 MINISGL_INLINE __m512 widened(__m256i values) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(values), 16));
+}
+
+// `count` values from 0 to 16.
+MINISGL_AVX512 MINISGL_INLINE __mmask16 first(int64_t count) {
+  return static_cast<__mmask16>((1u << count) - 1);
+}
+
+MINISGL_AVX512 inline float quantise(const bf16* x, int64_t inputs, int64_t k, uint8_t* out) {
+  __m512i largest = _mm512_setzero_si512();
+  const __m512i magnitude = _mm512_set1_epi16(0x7fff);
+  for (int64_t i = 0; i < inputs; i += 32) {
+    const int64_t left = inputs - i;
+    const __mmask32 mask = left >= 32 ? ~__mmask32{0} : (__mmask32{1} << left) - 1;
+    const __m512i values = _mm512_maskz_loadu_epi16(mask, x + i);
+    largest = _mm512_max_epu16(largest, _mm512_and_si512(values, magnitude));
+  }
+  const __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(largest),
+                                        _mm512_extracti64x4_epi64(largest, 1));
+  const float scale = scale_of(static_cast<bf16>(
+      _mm512_reduce_max_epu32(_mm512_cvtepu16_epi32(half))));
+  const __m512 inverse = _mm512_set1_ps(scale > 0.0f ? 1.0f / scale : 0.0f);
+  const __m128i middle = _mm_set1_epi8(static_cast<char>(0x80));
+  for (int64_t i = 0; i < k; i += kBlock) {
+    const int64_t left = inputs - i < 0 ? 0 : inputs - i;
+    const __mmask16 mask = scale > 0.0f ? first(left < kBlock ? left : kBlock) : 0;
+    const __m512 values = widened(_mm256_maskz_loadu_epi16(mask, x + i));
+    const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(values, inverse));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i),
+                     _mm_xor_si128(_mm512_cvtepi32_epi8(q), middle));
+  }
+  return scale;
+}
+
+// e^x to 2e-7: 2^n times a polynomial of Cephes in the rest.
+MINISGL_AVX512 MINISGL_INLINE __m512 exponential(__m512 x) {
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)),
+                                        _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
+  const __m512 one = _mm512_set1_ps(1.0f);
+  return _mm512_scalef_ps(_mm512_fmadd_ps(_mm512_mul_ps(r, r), p, _mm512_add_ps(r, one)), n);
+}
+
+MINISGL_AVX512 MINISGL_INLINE __m512 silu(__m512 x) {
+  // Within these limits the exponential is 0 and infinite, and no infinity is subtracted from one.
+  __m512 y = _mm512_sub_ps(_mm512_setzero_ps(), x);
+  y = _mm512_max_ps(_mm512_set1_ps(-104.0f), _mm512_min_ps(_mm512_set1_ps(104.0f), y));  // or NaN
+  return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), exponential(y)));
+}
+
+MINISGL_AVX512 MINISGL_INLINE void store(bf16* out, __mmask16 mask, __m512 values) {
+  _mm256_mask_storeu_epi16(out, mask, (__m256i)_mm512_cvtneps_pbh(values));
+}
+
+MINISGL_AVX512 inline void finish(const float* tile, int rows, const Packed& w, int64_t block,
+                                  int blocks, const Epilogue& to, int64_t row) {
+  const int step = to.then == Then::silu ? 2 : 1;
+  for (int b = 0; b < blocks; b += step) {
+    const int64_t from = (block + b) / step * kBlock, left = w.outputs / step - from;
+    const __mmask16 mask = first(left < kBlock ? left : kBlock);
+    __m512 bias[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+    for (int i = 0; w.bias != nullptr && i < step; ++i) {
+      bias[i] = _mm512_loadu_ps(w.bias + (block + b + i) * kBlock);
+    }
+    const float* sum = tile + b * kBlock;
+    for (int64_t at = row * to.ldo + from; rows > 0 && at < (row + rows) * to.ldo + from;
+         at += to.ldo, sum += blocks * kBlock) {
+      bf16* const out = static_cast<bf16*>(to.out) + at;
+      const __m512 value = _mm512_add_ps(_mm512_load_ps(sum), bias[0]);
+      if (to.then == Then::store) {
+        store(out, mask, value);
+      } else if (to.then == Then::add) {
+        const __m512 old = widened(_mm256_maskz_loadu_epi16(mask, out));
+        store(out, mask, _mm512_add_ps(old, value));
+      } else if (to.then == Then::logits) {
+        _mm512_mask_storeu_ps(static_cast<float*>(to.out) + at, mask, value);
+      } else {
+        const __m512 up = _mm512_add_ps(_mm512_load_ps(sum + kBlock), bias[1]);
+        store(out, mask, _mm512_mul_ps(silu(value), up));
+      }
+    }
+  }
+}
+
+// Tiles of about the same size, so that none is so small that its sums wait for each other.
+inline Shape shape(int64_t m) {
+  if (m <= kFewRows) return {static_cast<int>(m), kManyBlocks};
+  const int64_t parts = (m + kRows - 1) / kRows;
+  return {static_cast<int>((m + parts - 1) / parts), kBlocks};
+}
+
+}  // namespace minisgl::cpu::avx512
+
+namespace minisgl::cpu {
+
+inline const Kernels& avx512_kernels() {
+  static constexpr Kernels kernels = {avx512::shape,    avx512::bf16_tile, avx512::int8_tile,
+                                      avx512::quantise, avx512::finish,    nullptr,
+                                      nullptr};
+  return kernels;
+}
+
+}  // namespace minisgl::cpu
+
+#endif
