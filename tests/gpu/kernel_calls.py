@@ -17,6 +17,7 @@ from minisgl_kernels.decode_attention import DecodeAttention
 from minisgl_kernels.filter_bounds import filter_bounds
 from minisgl_kernels.sample import sample
 from minisgl_kernels.skinny_linear import skinny_linear
+from minisgl_kernels.wide_linear import Blocks, Normed, wide_add, wide_linear
 
 DEVICE = "cuda"
 
@@ -142,6 +143,16 @@ def call_skinny_linear() -> None:
         skinny_linear(x, weight, bias=_randn(42))
         skinny_linear(x, weight, norm=_randn(1056), eps=1e-6, silu=True)
         skinny_linear(x, weight, residual=_randn(tokens, 42), ahead=_randn(99, 4096))
+
+
+def call_wide_linear() -> None:
+    """Clusters that share tokens and the K dimension, and tiles that are not full."""
+    for tokens, cut in ((9, Blocks(1, 2, 2)), (50, Blocks(2, 1, 1, 2)), (33, Blocks(1, 4))):
+        x, weight, h = _randn(tokens, 1088), _randn(432, 1088), _randn(tokens, 432)
+        ready = wide_add(h, x, weight, _randn(432), blocks=cut)
+        wide_linear(x, weight, bias=_randn(432), blocks=cut)
+        ready = Normed(ready.x[:, :384].contiguous(), ready.squares)
+        wide_linear(ready, _randn(144, 384), eps=1e-6, silu=True, blocks=cut)
 
 
 CALLS: dict[str, Callable[[], None]] = {

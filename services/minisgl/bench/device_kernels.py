@@ -1,5 +1,6 @@
 """The CUDA kernels of `minisgl bench kernels`, on shapes of Qwen3-0.6B and Qwen3-14B."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -21,7 +22,9 @@ from minisgl_kernels import (
     sample,
     skinny_linear,
     tuned_linear,
+    wide_linear,
 )
+from minisgl_kernels.cuda_build import collected, prepare
 
 DTYPE = torch.bfloat16
 TOKENS = (1, 32, 256, 8192)
@@ -142,6 +145,13 @@ def linear_cases(
     def make(tokens: int, rows: int, k: int) -> tuple[Any, ...]:
         return _randn(tokens, k), _randn(rows, k)
 
+    with collected() as variants:
+        for (rows, k), tokens in itertools.product(LINEARS, counts):
+            x, weight = (torch.empty(n, k, dtype=DTYPE, device="meta") for n in (tokens, rows))
+            kernel = function()
+            if kernel is not None and kernel is not tuned_linear.tuned_linear:
+                kernel(x, weight)
+    prepare(variants)
     with tuned_linear.measuring():
         for rows, k in LINEARS:
             for tokens in counts:
@@ -226,7 +236,12 @@ DEVICE_KERNELS: dict[str, Callable[[], Iterator[DeviceCase]]] = {
     "qk-rope-store": qk_cases,
     "silu-and-mul": gate_cases,
     "decode-inputs": decode_input_cases,
-    "skinny-linear": partial(linear_cases, skinny_linear.skinny_linear_function, (1, 8, 32, 64)),
+    "skinny-linear": partial(
+        linear_cases, skinny_linear.skinny_linear_function, (1, 8, 16, 32, 64)
+    ),
+    "wide-linear": partial(
+        linear_cases, wide_linear.wide_linear_function, (1, 8, 16, 32, 64, 128, 170, 256)
+    ),
     "tuned-linear": partial(linear_cases, tuned_linear.tuned_linear_function, (32, 128, 256)),
     "sample": sample_cases,
     "filter-bounds": filter_cases,

@@ -63,7 +63,7 @@ KERNELS: dict[str, Callable[[], Iterator[Case]]] = {"radix-compare": radix_compa
 """By name: the cases of each kernel of the host."""
 DEVICE_NAMES = (
     "embedding", "store-kv", "add-rms-norm", "qk-rope-store", "silu-and-mul", "decode-inputs",
-    "skinny-linear", "tuned-linear", "sample", "filter-bounds",
+    "skinny-linear", "wide-linear", "tuned-linear", "sample", "filter-bounds",
 )  # fmt: skip
 """Those of `device_kernels`, which imports torch."""
 NAMES = (*KERNELS, *DEVICE_NAMES)

@@ -20,7 +20,7 @@ from minisgl.config import UsageError
 
 GROUPS = {
     "attention": r"(?i)flash|attention|attend|batchdecode|batchprefill|fmha|mha|combine",
-    "products": r"(?i)gemm|cutlass|nvjet|xmma|gemv|skinny_linear|splitk|cublas",
+    "products": r"(?i)gemm|cutlass|nvjet|xmma|gemv|skinny_linear|wide_linear|splitk|cublas",
     "communication": r"(?i)nccl|allreduce|allgather",
     "norms": r"(?i)norm",
     "rope and KV store": r"(?i)rope|store_kv|kv_store",

@@ -1,0 +1,201 @@
+"""Some tokens times a weight matrix on Hopper, fused with what is beside it."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from minisgl_kernels.build import KernelUnavailable
+from minisgl_kernels.cuda_build import prepare
+from minisgl_kernels.wide_linear import (
+    Blocks,
+    Normed,
+    _family,
+    computes,
+    possible_blocks,
+    shape_of_blocks,
+    wide_add,
+    wide_add_reference,
+    wide_linear,
+    wide_linear_reference,
+    width_of,
+)
+
+DEVICE = "cuda"
+SHAPES = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (72, 64), (400, 192),
+          (5120, 5120), (2560, 9728)]  # fmt: skip
+TOKENS = [1, 8, 9, 33, 100, 170, 256]
+MODES = {"plain": 0, "bias": 0, "residual": 1, "following": 1, "silu": 2, "normed": 0}
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9,
+    reason="needs a Hopper GPU",
+)
+
+
+def made(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(shape, device=DEVICE) * scale).bfloat16()
+
+
+def distance(out: torch.Tensor, exact: torch.Tensor) -> float:
+    assert torch.isfinite(out).all()
+    return float((out.double() - exact.double()).norm() / exact.double().norm())
+
+
+def check(tokens: int, rows: int, k: int, option: str, blocks: Blocks | None = None) -> None:
+    """One product against float32; what is around the tensors must stay as it is."""
+    x, weight = made(tokens, k), made(rows, k, scale=k**-0.5)
+    residual, bias, norm = made(tokens, rows), made(rows), made(rows)
+    mine: dict[str, Any] = {"blocks": blocks}
+    theirs: dict[str, Any] = {}
+    if option == "following":
+        kept = residual.float()
+        expected = wide_add_reference(kept, x.float(), weight.float(), norm.float())
+        found = wide_add(residual, x, weight, norm, blocks=blocks)
+        assert distance(residual, kept) < 4e-3
+        assert distance(found.x, expected.x) < 6e-3
+        torch.testing.assert_close(
+            found.squares.sum(dim=1), expected.squares[:, 0], rtol=1e-2, atol=0
+        )
+        return
+    given: torch.Tensor | Normed = x
+    wide: torch.Tensor | Normed = x.float()
+    if option == "bias":
+        mine["bias"], theirs["bias"] = bias, bias.float()
+    elif option == "residual":
+        mine["residual"], theirs["residual"] = residual, residual.float()
+    elif option == "silu":
+        mine["silu"] = theirs["silu"] = True
+    elif option == "normed":
+        parts = x.float().square().view(tokens, 8, -1).sum(dim=2)
+        given, wide = Normed(x, parts), Normed(x.float(), parts)
+        mine["eps"] = theirs["eps"] = 1e-3
+    out = wide_linear(given, weight, **mine)
+    expected_out = wide_linear_reference(wide, weight.float(), **theirs)
+    assert out.shape == expected_out.shape
+    assert distance(out, expected_out) < 6e-3
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(3)
+
+
+def compile_all(cases: list[tuple[int, Blocks, int]]) -> None:
+    """Kernels for tokens, blocks and modes, at the same time."""
+    prepare(
+        {
+            (_family, (width_of(tokens, cut), cut.groups, cut.split, cut.share, mode))
+            for tokens, cut, mode in cases
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def _compiled() -> None:
+    compile_all(
+        [
+            (tokens, shape_of_blocks(rows, k, -(-tokens // 16) * 16, mode), mode)
+            for rows, k in SHAPES for tokens in TOKENS for mode in range(3)
+        ]
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("_compiled")
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize(("rows", "k"), SHAPES)
+def test_every_variant_is_its_reference(rows: int, k: int, tokens: int) -> None:
+    for option, mode in MODES.items():
+        if computes(rows, k, silu=mode == 2):
+            check(tokens, rows, k, option)
+
+
+CUTS = [Blocks(*cut) for cut in [
+    (1, 1, 1, 1), (2, 1, 1, 1), (3, 1, 1, 1), (1, 2, 1, 1), (1, 8, 1, 1), (1, 1, 2, 1),
+    (1, 1, 4, 1), (1, 2, 2, 1), (2, 2, 4, 1), (1, 4, 2, 2), (2, 1, 2, 3), (3, 2, 1, 2),
+]]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def _cuts_compiled() -> None:
+    compile_all([(90, cut, mode) for cut in CUTS for mode in range(3)])
+
+
+@pytest.mark.usefixtures("_cuts_compiled")
+@pytest.mark.parametrize("cut", CUTS)
+def test_every_cut_gives_the_product(cut: Blocks) -> None:
+    for option, mode in MODES.items():
+        if cut.groups == 3 and mode == 1:
+            continue
+        for rows, k in ((1024, 1024), (208, 640)):
+            check(90, rows, k, option, cut)
+            check(90, rows, k, option, cut._replace(shared=100_000))
+
+
+@pytest.mark.usefixtures("_cuts_compiled")
+def test_the_same_operands_give_the_same_bits() -> None:
+    x, weight = made(90, 1024), made(1024, 1024, scale=0.03)
+    for cut in CUTS:
+        first = wide_linear(x, weight, blocks=cut)
+        for _ in range(20):
+            assert torch.equal(wide_linear(x, weight, blocks=cut), first), cut
+
+
+def test_products_that_follow_each_other_without_a_break_are_right() -> None:
+    """Each starts while the one before still runs, and reads what that leaves behind."""
+    layers = [
+        (made(512, 1024, scale=0.03), made(1024, 512, scale=0.04), made(1024)) for _ in range(12)
+    ]
+    h = made(40, 1024)
+
+    def run() -> torch.Tensor:
+        out = h.clone()
+        ready: torch.Tensor | Normed = out
+        for up, down, following in layers:
+            x = wide_linear(ready, up, eps=1e-6)
+            ready = wide_add(out, x, down, following)
+        return out
+
+    exact, normal = h.float(), h.float()
+    for up, down, following in layers:
+        exact = exact + (normal @ up.float().T) @ down.float().T
+        normal = F.rms_norm(exact, (1024,), following.float(), 1e-6)
+    assert distance(run(), exact) < 1e-2
+    first = run()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        stream.wait_stream(torch.cuda.default_stream())
+        run()
+        graph = torch.cuda.CUDAGraph()
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            captured = run()
+        for _ in range(20):
+            graph.replay()
+            stream.synchronize()
+            assert torch.equal(captured, first)
+
+
+def test_cuts_of_random_shapes() -> None:
+    chosen = random.Random(5)
+    cases = []
+    for _ in range(24):
+        tokens, k = chosen.randint(1, 256), 64 * chosen.randint(1, 40)
+        option = chosen.choice(list(MODES))
+        rows = 16 * chosen.randint(1, 200)
+        cuts = possible_blocks(rows, k, -(-tokens // 16) * 16, MODES[option])
+        cases.append((tokens, rows, k, option, chosen.choice(cuts)))
+    compile_all([(tokens, cut, MODES[option]) for tokens, _, _, option, cut in cases])
+    for tokens, rows, k, option, cut in cases:
+        check(tokens, rows, k, option, cut)
+
+
+def test_what_it_cannot_do_is_said() -> None:
+    for x, weight in (
+        (made(257, 64), made(8, 64)), (made(1, 96), made(8, 96)), (made(1, 64), made(12, 64)),
+        (made(1, 64).half(), made(8, 64).half()),
+    ):  # fmt: skip
+        with pytest.raises(KernelUnavailable, match="has no kernel"):
+            wide_linear(x, weight)

@@ -1,0 +1,172 @@
+"""Times of ways to cut a product among blocks, and of a layer's products after each other.
+
+    python -m tests.gpu.wide_linear_speed [0.6b] [14b] [layer]
+
+Microseconds of one product, in a graph of many with weights of their own, so that those come from
+memory. What is best here is what `shape_of_blocks` should choose.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from minisgl.bench.device import time_on_device
+from minisgl_kernels.activation import silu_and_mul
+from minisgl_kernels.cuda_build import prepare
+from minisgl_kernels.norm import rms_norm
+from minisgl_kernels.skinny_linear import skinny_linear
+from minisgl_kernels.wide_linear import (
+    SHARED_BYTES,
+    Blocks,
+    Normed,
+    _family,
+    clocks,
+    possible_blocks,
+    shape_of_blocks,
+    wide_add,
+    wide_linear,
+    width_of,
+)
+
+
+class Product(NamedTuple):
+    """One of a layer's: its weights, and what comes behind it (0 nothing, 1 a residual, 2 gate)."""
+
+    rows: int
+    k: int
+    mode: int
+
+
+MODELS = {
+    "0.6b": (Product(4096, 1024, 0), Product(1024, 2048, 1), Product(6144, 1024, 2),
+             Product(1024, 3072, 1)),
+    "14b": (Product(7168, 5120, 0), Product(5120, 5120, 1), Product(34816, 5120, 2),
+            Product(5120, 17408, 1)),
+}  # fmt: skip
+TOKENS = {"0.6b": (16, 32, 64, 96, 128, 176, 256), "14b": (32, 64, 128, 256)}
+CUTS = {"0.6b": 14, "14b": 7}
+SECONDS = 0.004
+
+
+def made(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda").mul_(0.03).bfloat16()
+
+
+def time_one(call: Callable[..., object], x: torch.Tensor, weights: list[torch.Tensor]) -> float:
+    """Microseconds."""
+    return 1e6 * time_on_device(call, [(x, weight) for weight in weights], SECONDS)
+
+
+def wide(
+    mode: int, cut: Blocks | None, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
+) -> object:
+    if mode == 1:
+        return wide_add(residual, x, weight, residual[0], blocks=cut)
+    return wide_linear(x, weight, silu=mode == 2, blocks=cut)
+
+
+def library(
+    mode: int, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
+) -> torch.Tensor:
+    """With what a layer computes beside it: a norm or the gate."""
+    if mode == 1:
+        return rms_norm(residual.addmm_(x, weight.t()), residual[0], 1e-6)
+    out = F.linear(x, weight)
+    return silu_and_mul(out) if mode == 2 else out
+
+
+def candidates(product: Product, tokens: int, count: int) -> list[Blocks]:
+    cuts = possible_blocks(*product[:2], tokens, product.mode)
+    cuts.sort(key=lambda cut: clocks(cut, *product[:2], tokens))
+    return cuts[:count]
+
+
+def sweep(model: str) -> None:
+    """A line for each product and number of tokens: the best cuts, the model's, and libraries."""
+    variants = {
+        (_family, (width_of(n, cut), cut.groups, cut.split, cut.share, product.mode))
+        for product in MODELS[model] for n in TOKENS[model]
+        for cut in candidates(product, n, CUTS[model])
+    }  # fmt: skip
+    prepare(variants)
+    print(f"{model}: {len(variants)} kernels", flush=True)
+    for product in MODELS[model]:
+        rows, k, mode = product
+        weights = [made(rows, k) for _ in range(max(3, 200_000_000 // (rows * k * 2)))]
+        for tokens in TOKENS[model]:
+            x, residual = made(tokens, k), made(tokens, rows)
+            times = {}
+            for cut in candidates(product, tokens, CUTS[model]):
+                for shared in (SHARED_BYTES, 113_000):
+                    some = cut._replace(shared=shared)
+                    times[some] = time_one(partial(wide, mode, some, residual), x, weights)
+            best = sorted(times, key=times.__getitem__)
+            guess = candidates(product, tokens, 1)[0]
+            shown = " ".join(
+                f"{times[cut]:.2f}{tuple(cut[:4])}{'' if cut.shared == SHARED_BYTES else 'h'}"
+                for cut in best[:5]
+            )
+            others = [time_one(partial(library, mode, residual), x, weights)]
+            if tokens <= 64:
+                added = residual if mode == 1 else None
+                few = partial(skinny_linear, residual=added, silu=mode == 2)
+                others.append(time_one(few, x, weights))
+            print(
+                f"{rows}x{k} {tokens}: {shown} | model's {times[guess]:.2f}{tuple(guess[:4])}",
+                "| library, skinny", *(f"{t:.2f}" for t in others), flush=True,
+            )  # fmt: skip
+
+
+def layer(model: str) -> None:
+    """All products of a layer, with norms and gate: the library's, and ours."""
+    _, o, _, _ = MODELS[model]
+    count = max(3, 400_000_000 // (2 * sum(p.rows * p.k for p in MODELS[model])))
+    layers = [tuple(made(p.rows, p.k) for p in MODELS[model]) for _ in range(count)]
+    norm = made(o.rows)
+    for tokens in TOKENS[model]:
+        h, heads = made(tokens, o.rows), made(tokens, o.k)
+        ready: list[Normed | None] = [None]
+
+        def ours(*weights: torch.Tensor) -> None:
+            before = ready[0]  # noqa: B023
+            x: torch.Tensor | Normed = rms_norm(h, norm, 1e-6) if before is None else before  # noqa: B023
+            wide_linear(x, weights[0], eps=1e-6)
+            x = wide_add(h, heads, weights[1], norm)  # noqa: B023
+            x = wide_linear(x, weights[2], eps=1e-6, silu=True)
+            ready[0] = wide_add(h, x, weights[3], norm)  # noqa: B023
+
+        def theirs(*weights: torch.Tensor) -> None:
+            F.linear(rms_norm(h, norm, 1e-6), weights[0])  # noqa: B023
+            h.addmm_(heads, weights[1].t())  # noqa: B023
+            x = silu_and_mul(F.linear(rms_norm(h, norm, 1e-6), weights[2]))  # noqa: B023
+            h.addmm_(x, weights[3].t())  # noqa: B023
+
+        prepare(
+            (_family, (width_of(tokens, cut), cut.groups, cut.split, cut.share, p.mode))
+            for p in MODELS[model]
+            for cut in [shape_of_blocks(p.rows, p.k, -(-tokens // 16) * 16, p.mode)]
+        )
+        found = []
+        for way in (ours, theirs):
+            h.copy_(made(tokens, o.rows))
+            found.append(1e6 * time_on_device(way, layers, 0.01))
+        print(f"layer of {model}, {tokens} tokens: {found[0]:.1f} us, library {found[1]:.1f}",
+              flush=True)  # fmt: skip
+
+
+def main(names: list[str]) -> None:
+    torch.manual_seed(0)
+    for model in MODELS:
+        if model in names or not names:
+            layer(model)
+    for model in MODELS:
+        if (model in names or not names) and "layer" not in names:
+            sweep(model)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
