@@ -25,7 +25,7 @@ Array = npt.NDArray[Any]
 
 _SAFETENSORS_NAME = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-_LAYER_TENSORS = {
+LAYER_TENSORS = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -36,7 +36,7 @@ _LAYER_TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_TOP_TENSORS = {
+TOP_TENSORS = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
@@ -139,11 +139,11 @@ class _Gguf:
         return value
 
     def _hf_names(self) -> Iterator[tuple[str, str]]:
-        for ours, theirs in _TOP_TENSORS.items():
+        for ours, theirs in TOP_TENSORS.items():
             if ours != "output" or "output.weight" in self._tensors:
                 yield f"{ours}.weight", f"{theirs}.weight"
         for i in range(self.layers):
-            for ours, theirs in _LAYER_TENSORS.items():
+            for ours, theirs in LAYER_TENSORS.items():
                 yield f"blk.{i}.{ours}.weight", f"model.layers.{i}.{theirs}.weight"
 
     def write(self, folder: Path, dtype: str) -> None:

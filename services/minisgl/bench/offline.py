@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from minisgl.bench import ending_on_signals
 from minisgl.bench.arguments import lengths, output_file, positive_int, token_range
+from minisgl.bench.compare import command as comparison
 from minisgl.bench.stats import summary, table, write_json
 from minisgl.bench.trace import Trace
 from minisgl.cli.flags import add_flags, from_args
@@ -79,7 +80,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--repeat",
         type=positive_int,
         metavar="N",
-        default=1,
         help="runs of each workload, each with other prompts; the one with the median time is "
         "reported (default: 1)",
     )
@@ -120,6 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0.6,
         help="sampling temperature, 0 to 2 (default: 0.6)",
     )
+    comparison.add_arguments(parser)
     fake = parser.add_argument_group(
         "with --fake-engine", "host time of one decode step, at several lengths"
     )
@@ -151,19 +152,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and report; 0. Raises `UsageError` and `StartError`."""
+    """Measure and report; 0, or 1 if a system failed that was to be compared.
+
+    Raises `UsageError` and `StartError`.
+    """
     with ending_on_signals():
-        report = _time_steps(args) if hasattr(args, "fake_engine") else _throughput(args)
+        if hasattr(args, "fake_engine"):
+            report = _time_steps(args)
+        elif not args.model:
+            raise UsageError("--model is missing: a folder or a Hugging Face id (or --fake-engine)")
+        else:
+            report = (comparison.compare if comparison.wanted(args) else _throughput)(args)
     report["host"] = platform.machine()
     if args.json:
         write_json(args.json, report)
-    return 0
+    return 1 if report.get("failed") else 0
 
 
 def _time_steps(args: argparse.Namespace) -> dict[str, Any]:
     from minisgl.bench.steps import VOCAB_SIZE, measure
 
-    for name in ("workload", *(f.name for f in dataclasses.fields(Workload))):
+    given = (f.name for f in dataclasses.fields(Workload))
+    for name in ("workload", "compare", "batches", "contexts", *given):
         if getattr(args, name) is not None:
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"{flag} does not go with --fake-engine: see --requests and --lengths")
@@ -192,8 +202,6 @@ def _time_steps(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _throughput(args: argparse.Namespace) -> dict[str, Any]:
-    if not args.model:
-        raise UsageError("--model is missing: a folder or a Hugging Face id (or --fake-engine)")
     from minisgl.llm import LLM  # torch: not for help and usage errors
 
     loads = workloads(args)
@@ -213,7 +221,7 @@ def _throughput(args: argparse.Namespace) -> dict[str, Any]:
         for name, load in loads.items():
             timed = [
                 _run_once(llm, load, args.temperature, llm.config.seed + i)
-                for i in range(args.repeat)
+                for i in range(args.repeat or 1)
             ]
             timed.sort(key=lambda run: run["seconds"])
             run = timed[(len(timed) - 1) // 2]
@@ -222,7 +230,7 @@ def _throughput(args: argparse.Namespace) -> dict[str, Any]:
             _show(load, run)
             if args.profile:  # a run of its own: what is watched is slower
                 trace = Trace(_of_workload(args.profile, name, len(loads)), args.profile_steps)
-                _run_once(llm, load, args.temperature, llm.config.seed + args.repeat, trace)
+                _run_once(llm, load, args.temperature, llm.config.seed + len(timed), trace)
         start = dict(llm.start_report)
     common = {"model": args.model, "options": options, "start": start}
     return common | (runs[0] if len(runs) == 1 else {"runs": runs})

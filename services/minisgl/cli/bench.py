@@ -26,6 +26,10 @@ BENCH: Commands = {
     "timeline": ("where the time of decode steps goes, from a trace", _benchmark("timeline")),
     "serve": ("latencies and throughput of a running server", _benchmark("serve")),
     "bus": ("what Redis costs a token against ZMQ, on a fake engine", _benchmark("bus")),
+    "perplexity": (
+        "how well a model predicts a text, and what int8 costs",
+        _benchmark("perplexity"),
+    ),
     "kernels": ("bandwidth of each kernel against its reference", _benchmark("kernels")),
     "attention": ("bandwidth of decode attention on a GPU", _benchmark("attention")),
 }
