@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from minisgl_kernels.ahead import ahead_bytes
 from minisgl_kernels.build import KernelUnavailable
 from minisgl_kernels.cuda_build import Family, cuda_type
 
@@ -33,7 +34,7 @@ Int32s = npt.NDArray[np.int32]
 
 
 def _macros(
-    dtype: torch.dtype, head_dim: int, group: int, beside: bool = False
+    dtype: torch.dtype, head_dim: int, group: int, beside: bool = False, fused: int = 0
 ) -> dict[str, str | int]:
     if dtype not in (torch.bfloat16, torch.float16):
         raise KernelUnavailable(f"decode attention has no kernel for {dtype}")
@@ -44,6 +45,7 @@ def _macros(
     return {
         "T": cuda_type(dtype), "HEAD_DIM": head_dim, "GROUP": group, "STAGES": _STAGES[head_dim],
         "WARPS": _BESIDE_WARPS if beside else _WARPS, "LAUNCH_NEXT": int(not beside),
+        "FUSED": fused,
     }  # fmt: skip
 
 
@@ -75,6 +77,7 @@ class DecodeAttention:
             sm_count = torch.cuda.get_device_properties(device).multi_processor_count
         chunks = max_chunks(max(1, sm_count - left), num_kv_heads)
         self._plan, self._attention = _plan[signature], _attention[signature]
+        self._signature, self._kv_heads = signature, num_kv_heads
         self._scale, self._balance = head_dim**-0.5, balance
         self.chunks = torch.zeros((chunks, 8), dtype=torch.int32, device=device)
         """Index of the first request, first tile, end, 0, and that request's entry below."""
@@ -103,6 +106,26 @@ class DecodeAttention:
         self._attention(
             q, out, k_slots, v_slots, page_table, self.chunks, self.requests, self._partial,
             self._stats, self._arrived, self._scale,
+        )  # fmt: skip
+        return out
+
+    def attention_of_qkv(
+        self, qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None,
+        eps: float, cos_sin: torch.Tensor, k_slots: torch.Tensor, v_slots: torch.Tensor,
+        page_table: torch.Tensor, ahead: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """`qk_rope_store` and `attention` in one launch: [B, num_qo_heads, head_dim].
+
+        qkv is [B, (num_qo_heads + 2 num_kv_heads) head_dim], and the others are as there. A new
+        token stands where its request's row of the page table says, behind all others.
+        """
+        dim = cos_sin.shape[1]
+        out = qkv.new_empty((len(qkv), qkv.shape[1] // dim - 2 * self._kv_heads, dim))
+        kernel = _attention[*self._signature, 1 if q_weight is None else 2]
+        kernel(
+            qkv, out, k_slots, v_slots, page_table, self.chunks, self.requests, self._partial,
+            self._stats, self._arrived, self._scale, q_weight, k_weight, eps, cos_sin, ahead,
+            ahead_bytes(),
         )  # fmt: skip
         return out
 

@@ -126,6 +126,10 @@ def call_decode_attention() -> None:
         kernel.plan(torch.tensor(lens, dtype=torch.int32, device=DEVICE), rows)
         for _ in range(2):
             kernel.attention(_randn(batch, heads, dim), *slots, table)
+        turn = _randn(dim), _randn(dim), 1e-6, _randn(width, dim, dtype=torch.float32)
+        qkv = _randn(batch, (heads + 2 * kv_heads) * dim)
+        for weights in (turn[:2], (None, None)):
+            kernel.attention_of_qkv(qkv, *weights, *turn[2:], *slots, table, _randn(99, 4096))
 
 
 def call_filter_bounds() -> None:

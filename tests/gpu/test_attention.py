@@ -29,6 +29,7 @@ from minisgl_kernels.decode_attention import (
     decode_attention_reference,
     plan_reference,
 )
+from minisgl_kernels.qk_rope_store import qk_rope_store_reference
 
 DEVICE = torch.device("cuda")
 TOLERANCE = 8e-3
@@ -44,7 +45,10 @@ def _compiled() -> None:
     """All variants of the kernel of our own at the same time."""
     halves = torch.bfloat16
     shapes = [(halves, 128, g) for g in (2, 5, 8)] + [(halves, 64, g) for g in (2, 3, 4, 8)]
-    prepare((_attention, shape) for shape in (*shapes, (torch.float16, 128, 2)))
+    variants = [(*shape, False) for shape in (*shapes, (torch.float16, 128, 2))]
+    variants += [(halves, 128, 2, True)]
+    variants += [(halves, *s, False, n) for s in ((128, 2), (128, 5), (64, 3)) for n in (1, 2)]
+    prepare((_attention, variant) for variant in variants)
 
 
 @dataclass
@@ -342,6 +346,38 @@ def test_the_kernel_of_our_own_gives_the_same_bits_each_time(shape: tuple[int, i
     case.assert_right(first, q, batch)
     for _ in range(50):
         assert torch.equal(backend.forward(q, 1, case.pool, batch), first)
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize("shape", [(16, 8, 128), (40, 8, 128), (9, 3, 64)])
+@pytest.mark.parametrize("batch", [1, 7, 64])
+def test_attention_of_the_qkv_product_is_rope_and_store_and_attention(
+    shape: tuple[int, int, int], normalised: bool, batch: int
+) -> None:
+    heads, kv_heads, dim = shape
+    case = Case(*shape, 16, batch=batch)
+    lens = np.maximum(lengths(case, batch), 2)
+    step = case.step(lens - 1, np.ones(batch, np.int64))
+    assert step.device_lens_dev is not None
+    kernel = DecodeAttention(
+        max_batch=batch, num_qo_heads=heads, num_kv_heads=kv_heads, head_dim=dim,
+        dtype=torch.bfloat16, device=DEVICE,
+    )  # fmt: skip
+    kernel.plan(step.device_lens_dev, step.rows)
+    k, v = case.pool.k(1), case.pool.v(1)
+    qkv = torch.randn(batch, (heads + 2 * kv_heads) * dim, device=DEVICE).bfloat16()
+    weights = torch.rand(2, dim, device=DEVICE).add(0.5).bfloat16() if normalised else (None, None)
+    angles = torch.randn(MAX_SEQ_LEN, dim // 2, device=DEVICE)
+    turn = (*weights, 1e-6, torch.cat((angles.cos(), angles.sin()), dim=1))
+    positions = step.device_lens_dev - 1
+    slots = case.page_table[step.rows.long(), positions.long()]
+    k[slots.long()] = v[slots.long()] = torch.nan  # of no use before it is stored
+    out = kernel.attention_of_qkv(qkv, *turn, k, v, case.page_table)
+    mine = k[slots.long()].clone(), v[slots.long()].clone()
+    q = qk_rope_store_reference(qkv, *turn, positions, slots, k, v, heads, kv_heads)
+    torch.testing.assert_close(mine[0], k[slots.long()], rtol=2**-7, atol=1e-4)
+    assert torch.equal(mine[1], v[slots.long()])
+    case.assert_right(out, q, step)
 
 
 def test_two_halves_attend_at_the_same_time() -> None:

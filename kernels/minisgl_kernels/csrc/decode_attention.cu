@@ -11,6 +11,9 @@
 // fill the 8 columns of a tensor-core product, and half of the arithmetic and of the registers of
 // the usual form (16 rows of queries) are spared. As accumulators, S' and O' hold the same columns
 // in the same lanes, so that rescaling needs no exchange.
+//
+// FUSED: q is the QKV product as it is. Each warp rotates the queries that it needs, and the one that
+// has a request's last tile the new key, which it stores, and the value; FUSED 2: normalised first.
 #include "common.cuh"
 #include "tensor_core.cuh"
 
@@ -133,6 +136,12 @@ __device__ uint32_t pack(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(two.of);
 }
 
+__device__ void unpack(uint32_t both, float* to) {
+  const auto& two = *reinterpret_cast<const Vec<Elem, 2>*>(&both);
+  to[0] = to_float(two.of[0]);
+  to[1] = to_float(two.of[1]);
+}
+
 __device__ Request load(const Request* from) {
   const int4 x = __ldcg(reinterpret_cast<const int4*>(from));
   return Request{x.x, x.y, x.z, x.w};
@@ -155,10 +164,10 @@ __device__ float column_sum(float x) {
 }
 
 struct Inputs {
-  const Elem* q;          // [batch, kv_heads * GROUP, HEAD_DIM]
-  const char* k;          // [slots, kv_heads, HEAD_DIM]
-  const char* v;
-  Elem* out;              // as q
+  const Elem* q;          // [batch, kv_heads * GROUP, HEAD_DIM]; FUSED: with 2 kv_heads behind
+  char* k;                // [slots, kv_heads, HEAD_DIM]
+  char* v;
+  Elem* out;              // [batch, kv_heads * GROUP, HEAD_DIM]
   const int* page_table;  // [rows, columns]
   const Chunk* chunks;
   const Request* requests;
@@ -167,9 +176,89 @@ struct Inputs {
   int* arrived;           // [batch, kv_heads], zeros between launches
   int64_t slot_bytes;
   int64_t columns;
+  int64_t q_step;         // elements from one request's q to that of the next
   int kv_heads;
   int max_chunks;
   float scale;            // of the scores, times log2(e)
+  // FUSED alone:
+  const Elem* q_weight;   // [HEAD_DIM]
+  const Elem* k_weight;
+  const float* cos_sin;   // [positions, HEAD_DIM]: cosines, then sines
+  float eps;
+  Ahead ahead;
+};
+
+constexpr int kHalf = HEAD_DIM / 2;
+
+// Pairs of a head: x[0] are elements of its first half, x[1] those that stand kHalf behind them.
+template <int N>
+using Pairs = float[2][N];
+
+// What x is to be multiplied by, where LANES neighbouring lanes have a head.
+template <int LANES, int N>
+__device__ float norm_factor(const Pairs<N>& x, float eps) {
+  float squares = 0.f;
+#pragma unroll
+  for (int i = 0; i < N; ++i) squares += x[0][i] * x[0][i] + x[1][i] * x[1][i];
+  return rsqrtf(group_sum<LANES>(squares) / HEAD_DIM + eps);
+}
+
+// Normalise N elements of each half that stand together, from `at` on, and turn them.
+template <int N>
+__device__ void turn(float* first, float* second, float factor, const Elem* weight,
+                     const float* angles, int at) {
+  const auto cos = Vec<float, N>::load(angles + at), sin = Vec<float, N>::load(angles + kHalf + at);
+  Vec<Elem, N> scale[2];
+  if (FUSED == 2) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) scale[half] = Vec<Elem, N>::load(weight + half * kHalf + at);
+  }
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    float a = first[i], b = second[i];
+    if (FUSED == 2) {
+      a *= factor * to_float(scale[0].of[i]);
+      b *= factor * to_float(scale[1].of[i]);
+    }
+    first[i] = a * cos.of[i] - b * sin.of[i];
+    second[i] = b * cos.of[i] + a * sin.of[i];
+  }
+}
+
+// The key and the value of a request's new token, of which each lane has kHalf / 32 neighbouring
+// elements of either half.
+struct NewToken {
+  static constexpr int kEach = kHalf / 32;
+  using Part = Vec<Elem, kEach>;
+  Part key[2], value[2];
+
+  __device__ void load(const Elem* k, const Elem* v, int lane) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      key[half] = Part::load(k + half * kHalf + lane * kEach);
+      value[half] = Part::load(v + half * kHalf + lane * kEach);
+    }
+  }
+  __device__ void rotate(const Inputs& in, const float* angles, int lane) {
+    Pairs<kEach> x;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      x[0][i] = to_float(key[0].of[i]);
+      x[1][i] = to_float(key[1].of[i]);
+    }
+    const float factor = FUSED == 2 ? norm_factor<32, kEach>(x, in.eps) : 1.f;
+    turn<kEach>(x[0], x[1], factor, in.k_weight, angles, lane * kEach);
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      key[0].of[i] = from_float<Elem>(x[0][i]);
+      key[1].of[i] = from_float<Elem>(x[1][i]);
+    }
+  }
+  // Where a row of a tile has this lane's part.
+  __device__ static Elem* in_tile(char* rows, int row, int half, int lane) {
+    const int byte = (half * kHalf + lane * kEach) * 2, piece = byte / 16;
+    return reinterpret_cast<Elem*>(rows + row * kRowBytes + ((piece ^ (row & 7)) * 16) + byte % 16);
+  }
 };
 
 // Where the part of a request in one chunk stands: the second place is of one that starts there.
@@ -256,6 +345,7 @@ __global__ void attention(const __grid_constant__ Inputs in) {
   const int64_t worker = int64_t{blockIdx.x} * WARPS + warp;
   const int number = static_cast<int>(worker / in.kv_heads);
   const int head = static_cast<int>(worker % in.kv_heads);
+  if (FUSED && threadIdx.x == 0) prefetch(in.ahead, blockIdx.x);
   // Before `wait_for_previous` the kernel before this one may still run. It stores the new tokens
   // of this layer, so the tile of a request's last token waits for it; what else is copied here,
   // the plan, the page table and older tokens, is done with: no kernel is launched before the plan
@@ -303,7 +393,7 @@ __global__ void attention(const __grid_constant__ Inputs in) {
   bool waited = false;
 #pragma unroll
   for (int stage = 0; stage < STAGES - 1; ++stage) {
-    if (!waited && next + 1 == ahead_end) {
+    if (!FUSED && !waited && next + 1 == ahead_end) {
       wait_for_previous();
       waited = true;
     }
@@ -318,12 +408,47 @@ __global__ void attention(const __grid_constant__ Inputs in) {
   Request request = chunk.request;
   uint32_t queries[2 * kSteps];
   float out[kSteps][4], top[2], sum[2];
+  [[maybe_unused]] NewToken added;
   const auto begin_request = [&]() {
     const int g = lane / 4;
-    const int64_t row = (int64_t{index} * in.kv_heads + head) * GROUP + g;
-    const auto* from = reinterpret_cast<const uint32_t*>(in.q + row * HEAD_DIM) + lane % 4;
+    const Elem* const row = in.q + index * in.q_step;
+    const auto* from =
+        reinterpret_cast<const uint32_t*>(row + (head * GROUP + g) * HEAD_DIM) + lane % 4;
 #pragma unroll
     for (int i = 0; i < 2 * kSteps; ++i) queries[i] = g < GROUP ? from[4 * i] : 0u;
+    if constexpr (FUSED != 0) {
+      const float* const angles = in.cos_sin + int64_t{request.tokens - 1} * HEAD_DIM;
+      const bool last = request.end() <= chunk.end;
+      int to = 0;
+      if (last) {
+        const Elem* const k = row + (in.kv_heads * GROUP + head) * HEAD_DIM;
+        added.load(k, k + in.kv_heads * HEAD_DIM, lane);
+        to = __ldcg(in.page_table + request.row * in.columns + request.tokens - 1);
+      }
+      Pairs<2 * kSteps> x;
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        unpack(queries[i], &x[0][2 * i]);
+        unpack(queries[i + kSteps], &x[1][2 * i]);
+      }
+      const float factor = FUSED == 2 ? norm_factor<4, 2 * kSteps>(x, in.eps) : 1.f;
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        turn<2>(&x[0][2 * i], &x[1][2 * i], factor, in.q_weight, angles, 8 * i + lane % 4 * 2);
+        queries[i] = pack(x[0][2 * i], x[0][2 * i + 1]);
+        queries[i + kSteps] = pack(x[1][2 * i], x[1][2 * i + 1]);
+      }
+      if (last) {
+        added.rotate(in, angles, lane);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int64_t at = to * in.slot_bytes + head * kRowBytes +
+                             (half * kHalf + lane * NewToken::kEach) * 2;
+          added.key[half].store(reinterpret_cast<Elem*>(in.k + at));
+          added.value[half].store(reinterpret_cast<Elem*>(in.v + at));
+        }
+      }
+    }
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
 #pragma unroll
@@ -343,6 +468,21 @@ __global__ void attention(const __grid_constant__ Inputs in) {
     __syncwarp();
     copy_next(stage == 0 ? STAGES - 1 : stage - 1);  // where the tile before this one was
     const uint32_t keys = ring + stage * kStageBytes, values = keys + kTileBytes;
+    if (FUSED && tile + 1 == request.end()) {
+      // What was copied for the new token is old; so are the rows behind it, whose weight is zero:
+      // their keys are no matter, but a value that is no number would be.
+      char* const rows =
+          reinterpret_cast<char*>(memory) + (warp * STAGES + stage) * kStageBytes;
+      const int row = (request.tokens - 1) % kTile;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        added.key[half].store(NewToken::in_tile(rows, row, half, lane));
+        for (int i = row; i < kTile; ++i) {
+          added.value[half].store(NewToken::in_tile(rows + kTileBytes, i, half, lane));
+        }
+      }
+      __syncwarp();
+    }
     stage = stage == STAGES - 1 ? 0 : stage + 1;
 
     float even[4] = {}, odd[4] = {};
@@ -452,7 +592,8 @@ EXPORT(plan_decode_attention) {
 }
 
 // (q, out [batch, heads, dim], k_slots, v_slots [slots, kv_heads, dim], page_table [rows, columns],
-//  chunks, requests, partial, stats, arrived, scale)
+//  chunks, requests, partial, stats, arrived, scale); FUSED: (qkv [batch, (heads + 2 kv_heads) dim],
+//  and then q_weight [dim] or None, k_weight, eps, cos_sin [positions, dim], ahead or None, its bytes)
 EXPORT(decode_attention) {
   constexpr int kShared = WARPS * STAGES * kStageBytes;
   static int ready = -1;  // the device on which the kernel may take that much shared memory
@@ -466,8 +607,8 @@ EXPORT(decode_attention) {
   Inputs in;
   in.q = args.data<const Elem>(0);
   in.out = args.data<Elem>(1);
-  in.k = args.data<const char>(2);
-  in.v = args.data<const char>(3);
+  in.k = args.data<char>(2);
+  in.v = args.data<char>(3);
   in.page_table = args.data<const int>(4);
   in.chunks = args.data<const Chunk>(5);
   in.requests = args.data<const Request>(6);
@@ -479,6 +620,14 @@ EXPORT(decode_attention) {
   in.kv_heads = static_cast<int>(args.size(2, 1));
   in.max_chunks = static_cast<int>(args.size(5, 0));
   in.scale = args.number(10) * 1.4426950408889634f;
-  const int64_t workers = int64_t{in.max_chunks} * in.kv_heads;
-  return launch(attention, (workers + WARPS - 1) / WARPS, 32 * WARPS, kShared, args.stream(), in);
+  in.q_step = args.stride(0, 0);
+  const int64_t blocks = (int64_t{in.max_chunks} * in.kv_heads + WARPS - 1) / WARPS;
+  if (FUSED) {
+    in.q_weight = args.data<const Elem>(11);
+    in.k_weight = args.data<const Elem>(12);
+    in.eps = args.number(13);
+    in.cos_sin = args.data<const float>(14);
+    in.ahead = ahead_of(args, 15, blocks, blocks);
+  }
+  return launch(attention, blocks, 32 * WARPS, kShared, args.stream(), in);
 }

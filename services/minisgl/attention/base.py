@@ -100,6 +100,18 @@ class ForwardBatch:
     """What the backend made for its `forward`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What is done to queries and keys before attention."""
+
+    table: torch.Tensor
+    """[positions, head_dim] float32: cosines of each pair of dimensions, then sines."""
+    q_weight: torch.Tensor | None = None
+    """[head_dim]; None: heads are not normalised."""
+    k_weight: torch.Tensor | None = None
+    eps: float = 0.0
+
+
 HALVES = (torch.bfloat16, torch.float16)
 """Types that kernels of tensor cores compute with."""
 
@@ -134,6 +146,8 @@ class AttentionBackend(ABC):
     splits: ClassVar[bool] = False
     """`forward` of both halves of a captured decode step may run at the same time, once
     `capture_metadata` has filled the metadata of each (`ForwardBatch.halves`)."""
+    fuses: int = 0
+    """Most tokens of a decode step that `forward_qkv` is faster for than what it stands for."""
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (*HALVES, torch.float32)
 
     def __init__(self, ctx: AttentionContext) -> None:
@@ -156,6 +170,15 @@ class AttentionBackend(ABC):
 
         q is [T, local_heads, head_dim]; so is the result. Keys and values come from `pool`.
         """
+
+    def forward_qkv(
+        self, qkv: torch.Tensor, turn: Turn, layer: int, pool: "KVPool", batch: ForwardBatch,
+        ahead: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """`forward` of a decode step, and what comes before it: qkv [T, (heads + 2 kv_heads) dim]
+        is turned, and keys and values go to `pool`. For up to `fuses` tokens. `ahead`: the weights
+        that are read next."""
+        raise NotImplementedError
 
     def init_capture(self, max_bs: int) -> None:  # noqa: B027
         """Make the buffers of decode graphs of up to `max_bs` requests."""

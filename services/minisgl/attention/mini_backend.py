@@ -5,7 +5,13 @@ import os
 
 import torch
 
-from minisgl.attention.base import HALVES, AttentionBackend, AttentionContext, ForwardBatch
+from minisgl.attention.base import (
+    HALVES,
+    AttentionBackend,
+    AttentionContext,
+    ForwardBatch,
+    Turn,
+)
 from minisgl.config import UsageError
 from minisgl.kvcache.pool import KVPool
 from minisgl_kernels.build import KernelUnavailable
@@ -13,6 +19,9 @@ from minisgl_kernels.decode_attention import DecodeAttention, decode_attention_f
 
 LEFT = 32
 """Multiprocessors that the attention of half a batch leaves to what runs beside it."""
+
+FUSED_TOKENS = 32
+"""Beyond it the launch that is spared is hidden."""
 
 
 class MiniBackend(AttentionBackend):
@@ -48,6 +57,7 @@ class MiniBackend(AttentionBackend):
         except KernelUnavailable as error:
             raise UsageError(f"--attention-backend mini: {error}; use fi") from None
         self._halves: list[DecodeAttention] = []
+        self.fuses = int(os.environ.get("MINISGL_FUSED_TOKENS", FUSED_TOKENS))
 
     def prepare_metadata(self, batch: ForwardBatch) -> None:
         _plan(batch, self._whole)
@@ -67,6 +77,16 @@ class MiniBackend(AttentionBackend):
     ) -> torch.Tensor:
         kernel: DecodeAttention = batch.metadata
         return kernel.attention(q.contiguous(), pool.k(layer), pool.v(layer), batch.page_table)
+
+    def forward_qkv(
+        self, qkv: torch.Tensor, turn: Turn, layer: int, pool: KVPool, batch: ForwardBatch,
+        ahead: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        kernel: DecodeAttention = batch.metadata
+        return kernel.attention_of_qkv(
+            qkv, turn.q_weight, turn.k_weight, turn.eps, turn.table, pool.k(layer), pool.v(layer),
+            batch.page_table, ahead,
+        )  # fmt: skip
 
     def _kernel(self, left: int = 0) -> DecodeAttention:
         ctx = self.ctx

@@ -11,6 +11,7 @@ from minisgl.attention.base import (
     AttentionContext,
     ForwardBatch,
     Needs,
+    Turn,
 )
 from minisgl.attention.fa_backend import FlashAttentionBackend
 from minisgl.attention.fi_backend import FlashInferBackend
@@ -48,7 +49,7 @@ class HybridBackend(AttentionBackend):
         # Those of a pair are not those of the class.
         self.captures = decode.captures  # type: ignore[misc]
         self.captures_prefill = prefill.captures_prefill  # type: ignore[misc]
-        self.splits = decode.splits  # type: ignore[misc]
+        self.splits, self.fuses = decode.splits, decode.fuses  # type: ignore[misc]
 
     def prepare_metadata(self, batch: ForwardBatch) -> None:
         self._of(batch).prepare_metadata(batch)
@@ -57,6 +58,12 @@ class HybridBackend(AttentionBackend):
         self, q: torch.Tensor, layer: int, pool: KVPool, batch: ForwardBatch
     ) -> torch.Tensor:
         return self._of(batch).forward(q, layer, pool, batch)
+
+    def forward_qkv(
+        self, qkv: torch.Tensor, turn: Turn, layer: int, pool: KVPool, batch: ForwardBatch,
+        ahead: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        return self._of(batch).forward_qkv(qkv, turn, layer, pool, batch, ahead)
 
     def init_capture(self, max_bs: int) -> None:
         self._decode.init_capture(max_bs)

@@ -6,7 +6,7 @@ from functools import cached_property, partial
 
 import torch
 
-from minisgl.attention.base import AttentionBackend, ForwardBatch
+from minisgl.attention.base import AttentionBackend, ForwardBatch, Turn
 from minisgl.attention.halves import least_requests
 from minisgl.distributed import Communicator
 from minisgl.kvcache.pool import KVPool
@@ -92,23 +92,31 @@ class Attention(BaseOP):
         pool: KVPool,
     ) -> torch.Tensor:  # fmt: skip
         """From the QKV product to what the O projection takes."""
-        q = self._turn_and_store(qkv, rope, batch, pool)
-        out = attn.forward(q, self._layer, pool, batch)
+        ahead = ahead_of(qkv, self.o_proj, TOKENS_BEFORE_ATTENTION)
+        turn = None if rope.table is None else self._turn(rope.table)
+        if turn is not None and batch.is_decode and len(qkv) <= attn.fuses:
+            out = attn.forward_qkv(qkv, turn, self._layer, pool, batch, ahead)
+        else:
+            q = self._turn_and_store(qkv, rope, turn, batch, pool, ahead)
+            out = attn.forward(q, self._layer, pool, batch)
         return out.reshape(-1, self._q * self._dim)
 
+    def _turn(self, table: torch.Tensor) -> Turn:
+        if self.q_norm is None or self.k_norm is None:
+            return Turn(table)
+        return Turn(table, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+
     def _turn_and_store(
-        self, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch, pool: KVPool
-    ) -> torch.Tensor:
+        self, qkv: torch.Tensor, rope: Rope, turn: Turn | None, batch: ForwardBatch, pool: KVPool,
+        ahead: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
         """Normalise and rotate queries and keys, store keys and values: queries [T, heads, dim]."""
-        if rope.table is not None and (fused := qk_rope_store_function()) is not None:
-            norms: tuple[torch.Tensor | None, torch.Tensor | None, float] = (None, None, 0.0)
-            if self.q_norm is not None and self.k_norm is not None:
-                norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-            ahead = ahead_of(qkv, self.o_proj, TOKENS_BEFORE_ATTENTION)
+        if turn is not None and (fused := qk_rope_store_function()) is not None:
             with contextlib.suppress(KernelUnavailable):  # of this type or width of heads
                 return fused(
-                    qkv, *norms, rope.table, batch.positions, batch.out_loc,
-                    pool.k(self._layer), pool.v(self._layer), self._q, self._kv, ahead,
+                    qkv, turn.q_weight, turn.k_weight, turn.eps, turn.table, batch.positions,
+                    batch.out_loc, pool.k(self._layer), pool.v(self._layer), self._q, self._kv,
+                    ahead,
                 )  # fmt: skip
         heads = qkv.view(-1, self._q + 2 * self._kv, self._dim)
         qk, v = heads[:, : self._q + self._kv], heads[:, self._q + self._kv :]

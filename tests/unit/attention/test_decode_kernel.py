@@ -6,6 +6,7 @@ import torch
 
 from minisgl_kernels import block_table as tables
 from minisgl_kernels import decode_attention as decode
+from minisgl_kernels.qk_rope_store import qk_rope_store_reference
 from tests.unit.emulator import emulated_module
 
 
@@ -53,6 +54,45 @@ def test_decode_attention_is_exact_and_leaves_its_counters_at_zero(
         for mine, want in zip(out.float(), exact, strict=True):
             assert (mine - want).norm() < 8e-3 * want.norm()
         assert not kernel._arrived.any()
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "dtype", "lens", "normalised"),
+    [
+        (4, 2, 128, torch.bfloat16, [2, 16, 17, 200, 33], True),
+        (5, 1, 64, torch.float16, [33, 5, 290, 64, 2], False),
+        (8, 1, 64, torch.bfloat16, [15] * 9, True),
+    ],
+)
+def test_attention_of_the_qkv_product_is_rope_and_store_and_attention(
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, lens: list[int], normalised: bool
+) -> None:
+    random = torch.Generator().manual_seed(len(lens))
+    width, batch = max(lens) + 3, len(lens)
+    table = torch.randperm(batch * width, generator=random).view(batch, width).int()
+    rows = torch.randperm(batch, generator=random).int()
+    slots = torch.randn(2, batch * width, kv_heads, dim, generator=random).to(dtype)
+    qkv = torch.randn(batch, (heads + 2 * kv_heads) * dim, generator=random).to(dtype)
+    weights = (torch.rand(2, dim, generator=random) + 0.5).to(dtype) if normalised else (None, None)
+    cos_sin = torch.randn(width, dim, generator=random)
+    positions = torch.tensor(lens) - 1
+    new = torch.stack([table[row, at] for row, at in zip(rows, positions, strict=True)])
+    slots[:, new.long()] = torch.nan  # of no use before it is stored
+    expected = slots.clone()
+    q = qk_rope_store_reference(
+        qkv, *weights, 1e-6, cos_sin, positions, new, *expected, heads, kv_heads
+    )
+    exact = decode.decode_attention_reference(q, *expected, table, lens, rows.tolist())
+    kernel = decode.DecodeAttention(
+        max_batch=batch, num_qo_heads=heads, num_kv_heads=kv_heads, head_dim=dim, dtype=dtype,
+        device=torch.device("cpu"), sm_count=2,
+    )  # fmt: skip
+    kernel.plan(torch.tensor(lens, dtype=torch.int32), rows)
+    out = kernel.attention_of_qkv(qkv, *weights, 1e-6, cos_sin, *slots, table)
+    close = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-4}
+    torch.testing.assert_close(slots, expected, **close)
+    for mine, want in zip(out.float(), exact, strict=True):
+        assert (mine - want).norm() < 8e-3 * want.norm()
 
 
 def test_block_tables_are_those_of_the_reference() -> None:
