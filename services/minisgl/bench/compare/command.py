@@ -38,10 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     group = parser.add_argument_group(
         f"with {_MODE}",
-        "tokens a second on a CPU for each batch with each prompt length, in bfloat16 unless "
-        "--dtype says otherwise. Each\nsystem runs in a process of its own with equal threads, "
-        "once in each of --repeat rounds (default: 3), taking\nturns. --output-tokens N (default: "
-        "128) is what counts as decoding; before it come the prompts with one token each",
+        "tokens a second on a CPU for each batch with each prompt length, in bfloat16\n"
+        "unless --dtype says otherwise. Each system runs in a process of its own with\n"
+        "equal threads, once in each of --repeat rounds (default: 3). Prefill gives every\n"
+        "sequence its first token; --output-tokens N (default: 128) come in decoding.",
     )
     group.add_argument(
         "--compare",
