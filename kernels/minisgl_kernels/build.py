@@ -124,7 +124,7 @@ def load_built(
         key = _key(source, command, versions)
     except OSError as error:
         raise KernelUnavailable(f"cannot read {source}: {error.strerror}") from error
-    root = _cache_root()
+    root = cache_root()
     try:
         target = _build(source, command, root / key)
     except OSError as error:  # the disk is full, or a directory of another user's
@@ -217,7 +217,7 @@ def _cpu() -> tuple[str, str]:
     return platform.machine(), "\n".join(first[name] for name in wanted if name in first)
 
 
-def _cache_root() -> Path:
+def cache_root() -> Path:
     override = os.environ.get(CACHE_ENV)
     if override:
         return Path(override).absolute()

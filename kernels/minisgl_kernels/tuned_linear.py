@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from minisgl_kernels.build import KernelUnavailable, refuse_if_disabled
+from minisgl_kernels.measured import Measured, measured
 
 TunedLinear = Callable[..., torch.Tensor]
 
@@ -62,8 +63,10 @@ class _Plan:
 class CublasLt:
     """The library, and what was found for each shape. For one device."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, kept: Measured | None = None) -> None:
+        """`kept`: what was found at earlier starts."""
         self._library = _load()
+        self._kept = kept
         self._handle = ctypes.c_void_p()
         self._check("cublasLtCreate", ctypes.byref(self._handle))
         self._device = device
@@ -88,7 +91,14 @@ class CublasLt:
             if not _MEASURING.get() or torch.cuda.is_current_stream_capturing():
                 return False
             plan = self._plan(x, weight)
-            self._time(plan, x, weight, residual)
+            name = " ".join(("cublaslt", *map(str, key)))
+            chosen = None if self._kept is None else self._kept.get(name)
+            if type(chosen) is int and 0 <= chosen < len(plan.candidates):
+                plan.chosen = chosen
+            else:
+                self._time(plan, x, weight, residual)
+                if self._kept is not None:
+                    self._kept.put(name, plan.chosen)
             self._plans[key] = plan
         self._run(plan, plan.chosen, x, weight, residual, out)
         return True
@@ -272,7 +282,7 @@ def tuned_linear_function() -> TunedLinear | None:
 
 @functools.cache
 def _cublas_lt(device: torch.device) -> CublasLt:
-    return CublasLt(device)
+    return CublasLt(device, measured())
 
 
 @functools.cache

@@ -193,7 +193,7 @@ def possible_blocks(rows: int, k: int, tokens: int, mode: int) -> list[Blocks]:
         if (tiles - 1) * width >= tokens:
             continue
         # More registers than a thread can have; squares are summed within a warp.
-        if groups == 3 and (width > 208 or mode == _ADD):
+        if groups == 3 and (width > 192 or mode == _ADD):
             continue
         stages, sums = 2 * (height + width) * 2 * K_STEP, width * (height + 4) * 4
         if max(stages, sums) + _TAIL <= SHARED_BYTES:

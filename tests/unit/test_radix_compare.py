@@ -249,7 +249,7 @@ def test_a_kept_file_that_is_broken_is_compiled_again(fresh, answer):
 def test_the_cache_lies_in_the_users_cache_directory_unless_told_otherwise(monkeypatch, tmp_path):
     monkeypatch.delenv(build.CACHE_ENV, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert build._cache_root() == tmp_path / "minisglang" / "kernels"
+    assert build.cache_root() == tmp_path / "minisglang" / "kernels"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert build._cache_root() == tmp_path / ".cache" / "minisglang" / "kernels"
+    assert build.cache_root() == tmp_path / ".cache" / "minisglang" / "kernels"

@@ -8,6 +8,7 @@ import torch
 
 from minisgl_kernels import tuned_linear
 from minisgl_kernels.build import KernelUnavailable
+from minisgl_kernels.measured import Measured
 from minisgl_kernels.tuned_linear import (
     CublasLt,
     measuring,
@@ -80,6 +81,17 @@ def test_the_fastest_algorithm_is_found_once_and_then_used(library):
     assert library.ran[-1] == (2, 0.0)
     lt.linear(x, weight, None, out)
     assert library.ran[measured:] == [(2, 0.0)]
+
+
+def test_what_was_found_is_taken_at_the_next_start(library, tmp_path):
+    x, weight, out = operands()
+    CublasLt(torch.device("cpu"), Measured(tmp_path / "kept")).linear(x, weight, None, out)
+    library.ran.clear()
+    CublasLt(torch.device("cpu"), Measured(tmp_path / "kept")).linear(x, weight, None, out)
+    assert library.ran == [(2, 0.0)]
+    library.count = 2  # another library
+    CublasLt(torch.device("cpu"), Measured(tmp_path / "kept")).linear(x, weight, None, out)
+    assert {algorithm for algorithm, _ in library.ran[1:]} == {0, 1}
 
 
 def test_an_algorithm_that_does_not_take_the_operands_is_passed_over(library):

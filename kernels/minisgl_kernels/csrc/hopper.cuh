@@ -110,6 +110,11 @@ __device__ inline void copy_tile_to(uint32_t blocks, uint32_t to, const CUtensor
       : "memory");
 }
 
+// What this thread can see of the device's memory, the accelerator sees after this.
+__device__ inline void publish_memory() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
 __device__ inline void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

@@ -119,6 +119,7 @@ __global__ void __launch_bounds__(kThreads)
   float sum[TOKENS / 2];
   if (warp == 4 * GROUPS) {
     if (lane == 0) {
+      publish_memory();  // x, which the kernel before may have written
       for (int i = 0; i < ahead; ++i) copy_tokens(i);
     }
     __syncwarp();

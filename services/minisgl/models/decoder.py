@@ -32,6 +32,7 @@ from minisgl_kernels import skinny_linear, wide_linear
 from minisgl_kernels.ahead import TOKENS_BEFORE_ATTENTION
 from minisgl_kernels.build import KernelUnavailable
 from minisgl_kernels.cuda_build import collected, prepare
+from minisgl_kernels.measured import measured
 from minisgl_kernels.qk_rope_store import qk_rope_store_function
 from minisgl_kernels.tuned_linear import measuring
 from minisgl_kernels.wide_linear import Normed
@@ -291,11 +292,17 @@ class Decoder(BaseOP):
                     calls(tokens, ways)[0]()
             prepare(variants)
 
-        compile_all((tokens, Ways.all(way)) for tokens in GROUPS for way in kernels.ways(tokens))
-        chosen = self._choice.decide(kernels.ways, seconds)
+        shapes = [tuple(w.shape) for w in some[0].state_dict().values() if w.dim() == 2]
+        name = f"products {shapes} {len(some)} {kernels.skinny_tokens} {kernels.wide_tokens}"
+        if not self._choice.restore(measured().get(name), kernels.ways):
+            compile_all(
+                (tokens, Ways.all(way)) for tokens in GROUPS for way in kernels.ways(tokens)
+            )
+            self._choice.decide(kernels.ways, seconds)
+            measured().put(name, self._choice.kept())
         tile = wide_linear.TILE
         compile_all((n, self._choice[n]) for n in range(tile, kernels.most + 1, tile))
-        return chosen
+        return self._choice.chosen
 
     @property
     def captures(self) -> bool:

@@ -135,9 +135,36 @@ class Choice:
     def __getitem__(self, tokens: int) -> Ways:
         return self._of[min(bisect.bisect_left(GROUPS, tokens), len(GROUPS) - 1)]
 
+    def restore(self, kept: object, ways: Callable[[int], Sequence[Way]]) -> bool:
+        """Take what `kept` gave at another start, if it fits the ways that there are now."""
+        try:
+            found = [
+                Ways(*(Way(kept[str(tokens)][name]) for name in NAMES))  # type: ignore[index]
+                for tokens in GROUPS
+            ]
+        except (KeyError, TypeError, ValueError):
+            return False
+        for tokens, one in zip(GROUPS, found, strict=True):
+            if not set(ways(tokens)).issuperset(getattr(one, name) for name in NAMES):
+                return False
+        self._of = found
+        return True
+
+    def kept(self) -> dict[str, dict[str, str]]:
+        """For `restore`."""
+        return {
+            str(tokens): {name: str(getattr(ways, name)) for name in NAMES}
+            for tokens, ways in self.chosen.items()
+        }
+
+    @property
+    def chosen(self) -> dict[int, Ways]:
+        """By the groups' numbers of tokens."""
+        return dict(zip(GROUPS, self._of, strict=True))
+
     def decide(
         self, ways: Callable[[int], Sequence[Way]], seconds: Callable[[int, Ways], float]
-    ) -> dict[int, Ways]:
+    ) -> None:
         """Time a layer's products as they follow each other: each way for all of them, then, from
         the fastest on, other ways for each product in turn."""
         for i, tokens in enumerate(GROUPS):
@@ -154,7 +181,6 @@ class Choice:
                     if times[other] < CLEARLY * shortest:
                         best, shortest = other, times[other]
             self._of[i] = best
-        return dict(zip(GROUPS, self._of, strict=True))
 
 
 def graph_seconds(calls: Sequence[Callable[[], object]]) -> float:

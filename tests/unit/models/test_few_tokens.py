@@ -9,6 +9,7 @@ import torch
 from minisgl.models import decoder
 from minisgl.models.products import Choice, Kernels, Way, Ways
 from minisgl_kernels import skinny_linear, wide_linear
+from minisgl_kernels.measured import Measured
 from minisgl_kernels.skinny_linear import skinny_linear_reference
 from minisgl_kernels.wide_linear import wide_add_reference, wide_linear_reference
 from tests.unit.models.stepper import Stepper
@@ -47,7 +48,7 @@ def test_few_tokens_give_what_many_give(tiny: Tiny, family: str, ways: Ways) -> 
 
 
 def test_ways_are_timed_over_some_layers_that_hand_on_to_each_other(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     model = Stepper(tiny("llama")).model.model
     model._own, model._steps = True, (True, True)
@@ -70,6 +71,10 @@ def test_ways_are_timed_over_some_layers_that_hand_on_to_each_other(
         return 1.0 / (1 + len(ready))
 
     monkeypatch.setattr(decoder, "graph_seconds", seconds)
+    monkeypatch.setattr(decoder, "measured", lambda: Measured(tmp_path / "kept.json"))
     assert set(model.choose_products().values()) == {Ways.all(W)}
     _, own, *_ = timed
     assert own == [False] + [True] * (len(own) - 1), "the first norm alone is computed for itself"
+    del timed[:]
+    assert set(model.choose_products().values()) == {Ways.all(W)}
+    assert not timed, "the next start reads what the first found"

@@ -1,5 +1,9 @@
 """Which kernels compute the products of few tokens."""
 
+import json
+
+import pytest
+
 from minisgl.models.products import GROUPS, Choice, Kernels, Way, Ways
 from minisgl_kernels.skinny_linear import skinny_linear_reference
 from minisgl_kernels.wide_linear import wide_linear_reference
@@ -14,16 +18,14 @@ def test_from_the_fastest_way_for_all_on_each_product_takes_what_makes_the_layer
     }
 
     def seconds(tokens: int, ways: Ways) -> float:
-        one, *_ = set(type(ways).__slots__)
-        assert one
         return sum(
             getattr(cost[getattr(ways, name)], name) for name in ("qkv", "o", "gate_up", "down")
         )
 
     choice = Choice()
     assert choice[1] == Ways(), "untimed, the library computes all"
-    found = choice.decide(lambda tokens: [L, W], seconds)
-    assert list(found) == list(GROUPS)
+    choice.decide(lambda tokens: [L, W], seconds)
+    assert list(choice.chosen) == list(GROUPS)
     for tokens in (1, 2, 33, 256):
         assert choice[tokens] == Ways(W, L, W, W)
 
@@ -50,3 +52,27 @@ def test_a_kernel_is_a_choice_up_to_its_most_tokens() -> None:
         [L, S, W], [L, S, W], [L, W], [L, W], [L],
     ]  # fmt: skip
     assert Kernels(skinny_tokens=32, wide_tokens=256).most == 0
+
+
+def test_what_was_chosen_is_restored_at_the_next_start() -> None:
+    first, second = Choice(), Choice()
+    first.decide(lambda tokens: [L, W], lambda tokens, ways: 1.0 if ways.o == W else 2.0)
+    kept = json.loads(json.dumps(first.kept()))
+    assert second.restore(kept, lambda tokens: [L, W])
+    assert second.chosen == first.chosen
+    assert second.chosen != Choice().chosen
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        None, 3, "x", [], {}, {str(n): {} for n in GROUPS},
+        {str(n): dict.fromkeys(("qkv", "o", "gate_up", "down"), "abacus") for n in GROUPS},
+        {str(n): dict.fromkeys(("qkv", "o", "gate_up", "down"), "skinny") for n in GROUPS},
+        {str(n): dict.fromkeys(("qkv", "o", "gate_up", "down"), "wide") for n in GROUPS[1:]},
+    ],
+)  # fmt: skip
+def test_a_choice_that_does_not_fit_is_made_again(kept: object) -> None:
+    choice = Choice()
+    assert not choice.restore(kept, lambda tokens: [L, W])
+    assert choice.chosen == Choice().chosen
