@@ -162,7 +162,7 @@ def test_products_that_follow_each_other_without_a_break_are_right() -> None:
     for up, down, following in layers:
         exact = exact + (normal @ up.float().T) @ down.float().T
         normal = F.rms_norm(exact, (1024,), following.float(), 1e-6)
-    assert distance(run(), exact) < 1e-2
+    assert distance(run(), exact) < 3e-2
     first = run()
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
