@@ -72,8 +72,7 @@ __global__ void __launch_bounds__(kThreads)
   const int half = of.rows / 2;
   const int mine = (tokens - rank + SPLIT - 1) / SPLIT;  // tokens rank, rank + SPLIT, ...
 
-  auto copy_weights = [&](int i) {
-    const int stage = i % of.stages;
+  auto copy_weights = [&](int i, int stage) {
     const uint32_t to = start + stage * kStageBytes, barrier = full + stage * 8;
     arrive_expecting(barrier, kStageBytes);
     if (MODE == 2) {
@@ -84,8 +83,8 @@ __global__ void __launch_bounds__(kThreads)
       copy_tile(to, &weight_map, tile * kOutputs, (first + i) * kChunk, barrier);
     }
   };
-  auto copy_tokens = [&](int i) {
-    const int stage = i % of.stages, part = neighbour * (TOKENS / SHARE);
+  auto copy_tokens = [&](int i, int stage) {
+    const int part = neighbour * (TOKENS / SHARE);
     const uint32_t to = start + stage * kStageBytes + (kRows + part) * kRowBytes;
     if constexpr (SHARE == 1) {
       copy_tile(to, &token_map, first_token, (first + i) * kChunk, full + stage * 8);
@@ -108,7 +107,7 @@ __global__ void __launch_bounds__(kThreads)
       make_barrier(empty + i * 8, 4 * GROUPS * SHARE);
     }
     publish_barriers();
-    for (int i = 0; i < ahead; ++i) copy_weights(i);
+    for (int i = 0; i < ahead; ++i) copy_weights(i, i);
   }
   __syncthreads();
   if constexpr (SHARE > 1) arrive_cluster();  // the others' barriers are there
@@ -120,12 +119,13 @@ __global__ void __launch_bounds__(kThreads)
   if (warp == 4 * GROUPS) {
     if (lane == 0) {
       publish_memory();  // x, which the kernel before may have written
-      for (int i = 0; i < ahead; ++i) copy_tokens(i);
+      for (int i = 0; i < ahead; ++i) copy_tokens(i, i);
     }
     __syncwarp();
     if (of.squares != nullptr) {
       for (int j = lane; j < mine; j += 32) {
-        const float* from = of.squares + static_cast<int64_t>(first_token + rank + j * SPLIT) * of.parts;
+        const int64_t token = first_token + rank + j * SPLIT;
+        const float* from = of.squares + token * of.parts;
         float all = 0.0f;
         for (int i = 0; i < of.parts; ++i) all += from[i];
         scales[j] = rsqrtf(all / of.k + of.eps);
@@ -133,10 +133,12 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncwarp();
     if (lane == 0) {
-      for (int i = ahead; i < count; ++i) {
-        wait_barrier(empty + i % of.stages * 8, (i / of.stages - 1) & 1);
-        copy_weights(i);
-        copy_tokens(i);
+      uint32_t parity = 0;
+      for (int i = ahead, stage = 0; i < count; ++i) {
+        wait_barrier(empty + stage * 8, parity);
+        copy_weights(i, stage);
+        copy_tokens(i, stage);
+        if (++stage == of.stages) stage = 0, parity ^= 1;
       }
     }
     __syncwarp();
@@ -144,9 +146,9 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; ++i) sum[i] = 0.0f;
     const uint32_t rows_of_group = warp / 4 * 64 * kRowBytes;
-    for (int i = 0; i < count; ++i) {
-      const int stage = i % of.stages;
-      wait_barrier(full + stage * 8, i / of.stages & 1);
+    uint32_t parity = 0;
+    for (int i = 0, stage = 0; i < count; ++i) {
+      wait_barrier(full + stage * 8, parity);
       const uint64_t a = operand(start + stage * kStageBytes + rows_of_group);
       const uint64_t b = operand(start + stage * kStageBytes + kRows * kRowBytes);
       begin_products();
@@ -157,10 +159,11 @@ __global__ void __launch_bounds__(kThreads)
       end_products();
       wait_products<1>();
       if (i > 0 && lane < SHARE) {
-        const uint32_t barrier = empty + (i - 1) % of.stages * 8;
+        const uint32_t barrier = empty + (stage > 0 ? stage - 1 : of.stages - 1) * 8;
         if constexpr (SHARE == 1) arrive(barrier);
         else arrive_in(address_in(barrier, rank + lane * SPLIT));
       }
+      if (++stage == of.stages) stage = 0, parity ^= 1;
     }
     wait_products<0>();
   }
