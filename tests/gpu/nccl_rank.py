@@ -1,6 +1,6 @@
-"""One rank of two, as a process that sees one GPU: what `test_nccl.py` and `nccl_speed.py` start.
+"""One rank, as a process that sees one GPU: what `test_nccl.py` and `nccl_speed.py` start.
 
-    python -m tests.gpu.nccl_rank --rank R --meet tcp://127.0.0.1:PORT --case NAME
+    python -m tests.gpu.nccl_rank --rank R --size N --meet tcp://127.0.0.1:PORT --case NAME
 
 Prints one JSON object.
 """
@@ -20,7 +20,6 @@ from minisgl.distributed import PeerError
 from minisgl.distributed.gloo import GlooCommunicator
 from minisgl.distributed.nccl import SYMMETRIC_BYTES, SYMMETRIC_ENV, NcclCommunicator
 
-SIZE = 2
 DEVICE = torch.device("cuda", 0)
 SPEED_BYTES = (8 << 10, 80 << 10, 512 << 10, 2560 << 10, 16 << 20, 80 << 20)
 """With a hidden size of 5,120 in bf16, 8 tokens are 80 KiB, 256 are 2.5 MiB, 8,192 are 80 MiB."""
@@ -40,20 +39,23 @@ def captured(work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
 
 def collectives(comm: NcclCommunicator) -> dict[str, Any]:
     """Sums and gathered tensors, eager and in a graph, on another stream than the default."""
-    rank = comm.rank
+    rank, size = comm.rank, comm.size
+    before = sum(range(size))
     wrong = []
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.int64):
-            x = torch.arange(1000, device=DEVICE).to(dtype) % 100 + rank
+            numbers = (torch.arange(1000, device=DEVICE) % 50).to(dtype)  # sums stay exact
+            x = numbers + rank
             comm.all_reduce(x)
-            want = (torch.arange(1000, device=DEVICE).to(dtype) % 100) * 2 + 1
+            want = numbers * size + before
             if not torch.equal(x, want):
                 wrong.append(f"sum of {dtype}")
-        mine = torch.arange(12, device=DEVICE, dtype=torch.bfloat16).view(3, 4) + 100 * rank
-        both = comm.all_gather(mine[:, 1:3])
-        rows = [[[1, 2], [5, 6], [9, 10]], [[101, 102], [105, 106], [109, 110]]]
-        if both.tolist() != [a + b for a, b in zip(*rows, strict=True)]:
+        mine = torch.arange(12, device=DEVICE, dtype=torch.bfloat16).view(3, 4) + 20 * rank
+        every = comm.all_gather(mine[:, 1:3]).tolist()
+        if every != [
+            [float(start + 20 * r + i) for r in range(size) for i in (1, 2)] for start in (0, 4, 8)
+        ]:
             wrong.append("gathered columns")
         static = torch.zeros(64, 512, device=DEVICE, dtype=torch.bfloat16)
         logits = torch.zeros(8, 16, device=DEVICE, dtype=torch.bfloat16)
@@ -70,9 +72,9 @@ def collectives(comm: NcclCommunicator) -> dict[str, Any]:
             logits.fill_(value + rank)
             graph.replay()
             stream.synchronize()
-            if not bool((total == 2 * value + 1).all()):
+            if not bool((total == size * value + before).all()):
                 wrong.append("sum in a graph")
-            if gathered[0].tolist() != [value] * 16 + [value + 1] * 16:
+            if gathered[0].tolist() != [value + r for r in range(size) for _ in range(16)]:
                 wrong.append("gathered in a graph")
         if (
             env_switch(SYMMETRIC_ENV)
@@ -87,17 +89,17 @@ def collectives(comm: NcclCommunicator) -> dict[str, Any]:
             static.fill_(5.0 + rank)
             graph.replay()
             stream.synchronize()
-            if not bool((buffer == 11.0).all()):
+            if not bool((buffer == size * 5.0 + before).all()):
                 wrong.append("sum in symmetric memory")
     return {"wrong": wrong, "symmetric": comm.sum_buffer(1, 8, torch.bfloat16) is not None}
 
 
 def killed(comm: NcclCommunicator) -> dict[str, Any]:
-    """Rank 1 dies between two replays; rank 0 must hear of it while it waits for the device."""
+    """The last rank dies between two replays: others must hear of it while they wait for them."""
     x = torch.ones(1 << 20, device=DEVICE)
     graph, _ = captured(lambda: comm.all_reduce(x))
     comm.barrier()
-    if comm.rank == 1:
+    if comm.rank == comm.size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
     try:
@@ -164,13 +166,14 @@ CASES = {"collectives": collectives, "killed": killed, "speed": speed}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--size", type=int, required=True)
     parser.add_argument("--meet", required=True)
     parser.add_argument("--case", choices=CASES, required=True)
     parser.add_argument("--torch", action="store_true", help="through torch.distributed")
     args = parser.parse_args()
     torch.cuda.set_device(DEVICE)
     began = time.monotonic()
-    host = GlooCommunicator(args.meet, args.rank, SIZE, 120, host="127.0.0.1")
+    host = GlooCommunicator(args.meet, args.rank, args.size, 120, host="127.0.0.1")
     comm = NcclCommunicator(host, DEVICE, pynccl=not args.torch, node=0)
     started = round(time.monotonic() - began, 2)
     result = CASES[args.case](comm)

@@ -1,4 +1,4 @@
-"""NCCL on one GPU by itself, and between two where there are two."""
+"""NCCL on one GPU by itself, and between several where there are several."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,9 +13,10 @@ if not torch.cuda.is_available():
 from minisgl.distributed.gloo import GlooCommunicator
 from minisgl.distributed.nccl import NcclCommunicator
 from minisgl_kernels.pynccl import NcclComm, NcclError, nccl_library
-from tests.gpu.pairs import PRIVATE, SHARED, run_pair
+from tests.gpu.rank_processes import PRIVATE, SHARED, run_ranks
 
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+SIZES = [size for size in (2, 4, 8) if size <= torch.cuda.device_count()]
+two_gpus = pytest.mark.skipif(not SIZES, reason="needs two GPUs")
 DEVICE = torch.device("cuda", 0)
 
 
@@ -82,20 +83,23 @@ def test_a_group_of_one_starts_and_ends(pynccl: bool, tmp_path: Path) -> None:
 
 @two_gpus
 @pytest.mark.parametrize("arguments", [(), ("--torch",)], ids=["pynccl", "torch"])
-def test_two_ranks_sum_and_gather_eagerly_and_in_graphs(arguments: tuple[str, ...]) -> None:
-    results = run_pair(("--case=collectives", *arguments), symmetric=not arguments)
-    assert [result and result["wrong"] for result in results] == [[], []]
-    assert [result and result["transport"] for result in results] == ["P2P", "P2P"]
-    assert [result and result["symmetric"] for result in results] == [not arguments] * 2
+@pytest.mark.parametrize("size", SIZES)
+def test_ranks_sum_and_gather_eagerly_and_in_graphs(size: int, arguments: tuple[str, ...]) -> None:
+    results = run_ranks(size, ("--case=collectives", *arguments), symmetric=not arguments)
+    assert [result and result["wrong"] for result in results] == [[]] * size
+    assert [result and result["transport"] for result in results] == ["P2P"] * size
+    assert [result and result["symmetric"] for result in results] == [not arguments] * size
 
 
 @two_gpus
 @pytest.mark.parametrize("arguments", [(), ("--torch",)], ids=["pynccl", "torch"])
-def test_a_killed_peer_ends_a_wait_for_the_device(arguments: tuple[str, ...]) -> None:
-    alive, dead = run_pair(("--case=killed", *arguments))
+@pytest.mark.parametrize("size", SIZES)
+def test_a_killed_peer_ends_a_wait_for_the_device(size: int, arguments: tuple[str, ...]) -> None:
+    *others, dead = run_ranks(size, ("--case=killed", *arguments))
     assert dead is None
-    assert alive is not None and alive["error"]
-    assert alive["seconds"] < 10
+    for alive in others:
+        assert alive is not None and alive["error"]
+        assert alive["seconds"] < 10
 
 
 @two_gpus
@@ -103,6 +107,6 @@ def test_a_killed_peer_ends_a_wait_for_the_device(arguments: tuple[str, ...]) ->
 def test_pods_of_one_node_need_a_common_shared_memory_for_nvlink(
     place: str, transport: str
 ) -> None:
-    results = run_pair(("--case=collectives",), place=place)
+    results = run_ranks(2, ("--case=collectives",), place=place)
     assert [result and result["wrong"] for result in results] == [[], []]
     assert [result and result["transport"] for result in results] == [transport] * 2

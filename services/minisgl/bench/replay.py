@@ -8,7 +8,7 @@ client hides no wait; and how late the client itself was stands beside them.
 import asyncio
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -123,7 +123,7 @@ def replay(
     temperature: float,
     timeout: float,
     concurrency: int | None,
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """The report of one run for each scale, which the times of the trace are multiplied by.
 
     Raises `UsageError` for a request that does not fit the server, and if others use the server.
@@ -131,7 +131,6 @@ def replay(
     gauges = Gauges(target.url)
     _warm_up(target, arrivals, seed, timeout)
     gauges.wait_until_idle()
-    runs = []
     for number, scale in enumerate(scales, 1):
         load = Load(
             requests=plan_trace(target, arrivals, seed + number),
@@ -154,9 +153,7 @@ def replay(
         }
         run["server"] = gauges.since_idle(report["seconds"], run["open_seconds"])
         run["failures"] = sorted({r.error for r in generator.records if r.error})[:5]
-        runs.append(run)
-        print(_line(run), flush=True)
-    return runs
+        yield run
 
 
 def client_report(generator: Generator) -> dict[str, Any]:
@@ -190,7 +187,8 @@ def _warm_up(target: Target, arrivals: Sequence[Arrival], seed: int, timeout: fl
         raise UsageError(f"{target.url} does not answer requests of the trace: {failed[0]}")
 
 
-def _line(run: dict[str, Any]) -> str:
+def run_line(run: dict[str, Any]) -> str:
+    """What a run gave, in a line, and whether the client was late."""
     idle, client = run["server"]["idle_share"], run["client"]
     text = (
         f"time scale {run['time_scale']:g}: {run['offered_requests_per_second']:.2f} requests/s "

@@ -7,6 +7,7 @@ import platform
 import shlex
 import sys
 from collections import Counter
+from typing import Any
 
 from tqdm import tqdm
 
@@ -23,7 +24,7 @@ from minisgl.bench.arguments import (
 from minisgl.bench.arrivals import BURST_REQUESTS, BURSTS, Arrival, bursts, read_trace
 from minisgl.bench.client import Generator, Load, Target, look_at, plan
 from minisgl.bench.plot import check_plotting, plot_scales, plot_served
-from minisgl.bench.replay import client_report, replay, scales_table
+from minisgl.bench.replay import client_report, replay, run_line, scales_table
 from minisgl.bench.server import Server
 from minisgl.bench.stats import served_report, summary, table, write_json
 from minisgl.config import UsageError
@@ -190,7 +191,18 @@ def _arrivals(args: argparse.Namespace) -> list[Arrival]:
 
 
 def _replay(args: argparse.Namespace, target: Target, arrivals: list[Arrival]) -> int:
-    runs = replay(
+    runs: list[dict[str, Any]] = []
+    report = {
+        **_about(args, target),
+        "trace": {
+            "requests": len(arrivals),
+            "seconds": arrivals[-1].time,
+            "prompt_tokens": summary([a.prompt_tokens for a in arrivals]),
+            "output_tokens": summary([a.output_tokens for a in arrivals]),
+        },
+        "runs": runs,
+    }
+    for run in replay(
         target,
         arrivals,
         args.time_scale or (1.0,),
@@ -198,18 +210,14 @@ def _replay(args: argparse.Namespace, target: Target, arrivals: list[Arrival]) -
         temperature=args.temperature,
         timeout=args.timeout,
         concurrency=args.concurrency,
-    )
+    ):
+        runs.append(run)
+        print(run_line(run), flush=True)
+        if args.json:  # after each run: one that is broken off later leaves what came before it
+            write_json(args.json, report)
     print(f"\nmilliseconds\n{scales_table(runs)}")
     for text in sorted({text for run in runs for text in run["failures"]}):
         print(f"failed: {text}", file=sys.stderr)
-    if args.json:
-        trace = {
-            "requests": len(arrivals),
-            "seconds": arrivals[-1].time,
-            "prompt_tokens": summary([a.prompt_tokens for a in arrivals]),
-            "output_tokens": summary([a.output_tokens for a in arrivals]),
-        }
-        write_json(args.json, {**_about(args, target), "trace": trace, "runs": runs})
     if args.plot:
         plot_scales(runs, args.plot, f"{target.model}: {len(arrivals)} requests")
     return 1 if any(run["errors"] for run in runs) else 0

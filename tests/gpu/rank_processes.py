@@ -1,4 +1,4 @@
-"""Starts two ranks, each a process that sees one GPU, as pods do."""
+"""Starts ranks, each a process that sees one GPU, as pods do."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ from typing import Any
 
 LIMIT_SECONDS = 90.0
 ALONE_SECONDS = 20.0
-"""What a rank gets once the other has ended."""
+"""What the other ranks get once one has ended."""
 SHARED, PRIVATE, PLAIN = "shared /dev/shm", "private /dev/shm", "one container"
 
 
@@ -28,38 +28,36 @@ def visible_gpus() -> list[str]:
 
 
 def _wait(processes: Sequence["subprocess.Popen[str]"]) -> None:
-    """Until both have ended or are late. What they print fits into a pipe."""
-    end = time.monotonic() + LIMIT_SECONDS
+    """Until all have ended or are late. What they print fits into a pipe."""
+    end, one_has_ended = time.monotonic() + LIMIT_SECONDS, False
     while time.monotonic() < end:
-        codes = [process.poll() for process in processes]
-        if None not in codes:
+        left = [process for process in processes if process.poll() is None]
+        if not left:
             return
-        if codes != [None] * len(codes):
+        if len(left) < len(processes) and not one_has_ended:
+            one_has_ended = True
             end = min(end, time.monotonic() + ALONE_SECONDS)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                processes[codes.index(None)].wait(max(0.0, end - time.monotonic()))
-            return
         with contextlib.suppress(subprocess.TimeoutExpired):
-            processes[0].wait(0.1)
+            left[0].wait(0.1)
 
 
-def run_pair(
-    arguments: Sequence[str], *, place: str = PLAIN, symmetric: bool = False
+def run_ranks(
+    size: int, arguments: Sequence[str], *, place: str = PLAIN, symmetric: bool = False
 ) -> list[dict[str, Any] | None]:
-    """What both ranks printed, None for one that printed nothing.
+    """What each of `size` ranks printed, None for one that printed nothing.
 
     `place`: PLAIN, or in IPC and PID namespaces of their own, as pods on a host's network are,
-    with a /dev/shm each or one for both.
+    with a /dev/shm each or one for all.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         meet = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
     shared = tempfile.mkdtemp(prefix="minisgl-", dir="/dev/shm")  # as the kubelet makes it
     processes = []
-    for rank in range(2):
+    for rank in range(size):
         command = [
-            sys.executable, "-m", "tests.gpu.nccl_rank", f"--rank={rank}", f"--meet={meet}",
-            *arguments,
+            sys.executable, "-m", "tests.gpu.nccl_rank", f"--rank={rank}", f"--size={size}",
+            f"--meet={meet}", *arguments,
         ]  # fmt: skip
         # NVLink multicast stays off where the environment says nothing: not every host has it.
         env = {"NCCL_NVLS_ENABLE": "0", **os.environ, "CUDA_VISIBLE_DEVICES": visible_gpus()[rank]}
