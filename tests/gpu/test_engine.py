@@ -258,9 +258,9 @@ def test_no_array_is_overwritten_while_the_device_is_behind(
         expected = tokens(llm)
     send, start = Staging.send, Staging.__init__
 
-    def late(self: Staging, number: int, size: int) -> None:
+    def late(self: Staging, size: int) -> None:
         torch.cuda._sleep(4_000_000)  # cycles: about 2 ms
-        send(self, number, size)
+        send(self, size)
 
     def with_one_block(self: Staging, size: int, device: torch.device) -> None:
         start(self, size, device, blocks=1)

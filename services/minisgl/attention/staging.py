@@ -33,16 +33,17 @@ class PinnedRing:
         self._buffers = [allocate(nbytes) for _ in range(depth)]
         self._events = [event() for _ in range(depth)]
         self._used = [False] * depth
-        self._at = 0
+        self.number = depth - 1
+        """Which buffer was taken last."""
 
     def take(self) -> torch.Tensor:
         """The next buffer [nbytes] uint8, to write to; blocks while it is still read."""
-        self._at = (self._at + 1) % len(self._buffers)
-        if self._used[self._at]:
-            self._events[self._at].synchronize()
-        return self._buffers[self._at]
+        self.number = (self.number + 1) % len(self._buffers)
+        if self._used[self.number]:
+            self._events[self.number].synchronize()
+        return self._buffers[self.number]
 
     def sent(self) -> None:
         """The copies out of the buffer that was taken last are queued on the current stream."""
-        self._events[self._at].record()
-        self._used[self._at] = True
+        self._events[self.number].record()
+        self._used[self.number] = True

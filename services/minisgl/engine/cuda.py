@@ -271,14 +271,14 @@ class CudaRunner:
         if layout.end + _WRITE_BYTES * sum(len(w.index) for w in writes) + 256 > self._staging.size:
             self._write_in_pieces(writes)
             writes = _NO_WRITES, _NO_WRITES
-        number, block = self._staging.begin()
+        block = self._staging.begin()
         arrays, tables = layout.arrays(block), self.parts.tables
         fill_requests(arrays, step, self.parts.sampler.table, tables)
         if tokens:
             fill_tokens(arrays, step, tables)
         if limits:
             fill_limits(arrays, step, self.parts.sampler.table)
-        self._send(number, block, layout.end, writes)
+        self._send(block, layout.end, writes)
 
     def _write_in_pieces(self, writes: tuple[TableWrites, TableWrites]) -> None:
         """Queue writes that no block has room for: each place occurs once, so any order will do."""
@@ -287,12 +287,9 @@ class CudaRunner:
         for start in range(0, longest, size):
             part = slice(start, start + size)
             slots, tokens = (TableWrites(w.index[part], w.values[part]) for w in writes)
-            number, block = self._staging.begin()
-            self._send(number, block, 0, (slots, tokens))
+            self._send(self._staging.begin(), 0, (slots, tokens))
 
-    def _send(
-        self, number: int, block: Array, end: int, writes: tuple[TableWrites, TableWrites]
-    ) -> None:
+    def _send(self, block: Array, end: int, writes: tuple[TableWrites, TableWrites]) -> None:
         """Queue the copy of a block of `end` bytes with writes behind them, and the writes."""
         tables = self.parts.tables
         both = list(zip((tables.flat_pages, tables.flat_tokens), writes, strict=True))
@@ -304,7 +301,7 @@ class CudaRunner:
                 at["index"][:], at["values"][:] = change.index, change.values
                 end = layout.end
             layouts.append(layout)
-        self._staging.send(number, end)
+        self._staging.send(end)
         if self.results.copied is not None:
             self._stream.wait_event(self.results.copied)
         for (table, change), layout in zip(both, layouts, strict=True):

@@ -1,7 +1,7 @@
 """All host arrays of a step in one block of bytes, which reaches the device in one copy.
 
-A copy from pinned memory is asynchronous: the block must not change before the device has read it.
-So there are several blocks, used in turn, and an event for each says when its copy is over.
+A copy from pinned memory is asynchronous: the block must not change before the device has read it,
+so there are several blocks, used in turn.
 """
 
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from minisgl.attention.staging import Event
+from minisgl.attention.staging import Event, PinnedRing
 
 Array = npt.NDArray[Any]
 _ALIGN = 16
@@ -84,28 +84,26 @@ class Staging:
 
     def __init__(self, size: int, device: torch.device, blocks: int = 3) -> None:
         self.size = size
-        self._pinned = [
-            torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-            for _ in range(blocks)
-        ]
-        self._arrays: list[npt.NDArray[np.uint8]] = [block.numpy() for block in self._pinned]
-        self._read = [new_event(device) for _ in range(blocks)]
-        self._next = 0
+
+        def allocate(nbytes: int) -> torch.Tensor:
+            return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+        self._ring = PinnedRing(size, blocks, allocate=allocate, event=lambda: new_event(device))
         self.block = torch.zeros(size, dtype=torch.uint8, device=device)
         self._ends: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def begin(self) -> tuple[int, npt.NDArray[np.uint8]]:
-        """(Number, bytes) of a block to fill: waits until the device has read what it held."""
-        number, self._next = self._next, (self._next + 1) % len(self._pinned)
-        self._read[number].synchronize()
-        return number, self._arrays[number]
+    def begin(self) -> npt.NDArray[np.uint8]:
+        """The bytes of a block to fill: waits until the device has read what it held."""
+        self._filled = self._ring.take()
+        return self._filled.numpy()
 
-    def send(self, number: int, size: int) -> None:
-        """Queue the copy of a block's first `size` bytes on the current stream."""
+    def send(self, size: int) -> None:
+        """Queue the copy of the block's first `size` bytes on the current stream."""
+        number = self._ring.number
         ends = self._ends.get((number, size))
         if ends is None:  # graphs have the same few sizes again and again, and a view costs time
             if len(self._ends) > MOST_VIEWS:
                 self._ends.clear()
-            ends = self._ends[number, size] = self.block[:size], self._pinned[number][:size]
+            ends = self._ends[number, size] = self.block[:size], self._filled[:size]
         ends[0].copy_(ends[1], non_blocking=True)
-        self._read[number].record()
+        self._ring.sent()

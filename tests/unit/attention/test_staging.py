@@ -35,7 +35,7 @@ def test_a_buffer_is_waited_for_only_when_its_own_copy_may_still_read_it() -> No
         buffers.sent()
     assert taken[0] == taken[2] != taken[1] == taken[3]
     assert log == [
-        ("record", 1), ("record", 0), ("wait", 1), ("record", 1), ("wait", 0), ("record", 0),
+        ("record", 0), ("record", 1), ("wait", 0), ("record", 0), ("wait", 1), ("record", 1),
     ]  # fmt: skip
 
 

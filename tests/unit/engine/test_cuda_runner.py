@@ -257,10 +257,9 @@ def test_a_batch_takes_the_smallest_graph_that_holds_it() -> None:
 def test_arrays_of_a_block_do_not_overlap_and_tensors_see_the_same_bytes() -> None:
     layout = Layout([("a", np.int32, 3), ("b", np.uint8, 5), ("c", np.int64, 2)], start=8)
     staging = Staging(layout.end, CPU)
-    number, block = staging.begin()
-    arrays = layout.arrays(block)
+    arrays = layout.arrays(staging.begin())
     arrays["a"][:], arrays["b"][:], arrays["c"][:] = (1, 2, 3), 7, (-1, 2**40)
-    staging.send(number, layout.end)
+    staging.send(layout.end)
     tensors = layout.tensors(staging.block)
     assert tensors["a"].tolist() == [1, 2, 3]
     assert tensors["b"].tolist() == [7] * 5
@@ -289,12 +288,9 @@ def test_a_block_is_filled_again_only_after_its_copy_is_over(
     monkeypatch.setattr("minisgl.engine.staging.new_event", lambda device: Watched())
     staging = Staging(16, CPU, blocks=2)
     for _ in range(3):
-        number, _ = staging.begin()
-        staging.send(number, 16)
-    assert seen == [
-        ("waited for", 0), ("copied from", 0), ("waited for", 1), ("copied from", 1),
-        ("waited for", 0), ("copied from", 0),
-    ]  # fmt: skip
+        staging.begin()
+        staging.send(16)
+    assert seen == [("copied from", 0), ("copied from", 1), ("waited for", 0), ("copied from", 0)]
 
 
 def test_a_batch_is_filled_up_with_greedy_dummy_requests_of_one_token() -> None:
