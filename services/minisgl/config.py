@@ -102,8 +102,9 @@ class EngineConfig:
     )
     attention_backend: str = flag(
         "auto",
-        "torch; on a GPU also fi (FlashInfer), fa (FlashAttention 3), trtllm, and for decode alone "
-        "mini (the project's own); or a pair PREFILL,DECODE such as fa,mini; auto: by device",
+        "torch; on a CPU also cpu (the project's own, bfloat16); on a GPU fi (FlashInfer), fa "
+        "(FlashAttention 3), trtllm, and for decode alone mini (the project's own); or a pair "
+        "PREFILL,DECODE such as fa,mini; auto: by device",
     )
     cuda_graph_max_bs: int | None = flag(
         None, "largest decode batch captured as a CUDA graph, 0: none (default: 256)"

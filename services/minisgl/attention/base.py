@@ -58,6 +58,8 @@ class Needs:
     head_dim: int = 128
     group: int = 1
     """Query heads for each KV head."""
+    whole: bool = True
+    """One rank computes all of it, and no layer has experts."""
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from minisgl.attention.base import (
     Needs,
     Turn,
 )
+from minisgl.attention.cpu_backend import CpuBackend
 from minisgl.attention.fa_backend import FlashAttentionBackend
 from minisgl.attention.fi_backend import FlashInferBackend
 from minisgl.attention.mini_backend import MiniBackend
@@ -20,6 +21,7 @@ from minisgl.attention.torch_backend import TorchBackend
 from minisgl.attention.trtllm_backend import TrtllmBackend
 from minisgl.config import UsageError
 from minisgl.kvcache.pool import KVPool
+from minisgl_kernels.cpu_decoder import DIM_STEP, cpu_decoder_available
 from minisgl_kernels.decode_attention import decode_attention_function, supports
 
 BACKENDS: dict[str, type[AttentionBackend]] = {
@@ -28,11 +30,9 @@ BACKENDS: dict[str, type[AttentionBackend]] = {
     "fa": FlashAttentionBackend,
     "trtllm": TrtllmBackend,
     "mini": MiniBackend,
+    "cpu": CpuBackend,
 }
 """Each by its name in `--attention-backend`."""
-
-ANNOUNCED = ("cpu",)
-"""Names that this build does not have."""
 
 _log = logging.getLogger(__name__)
 _USUAL = Needs()
@@ -87,29 +87,32 @@ def device_capability(device: torch.device) -> tuple[int, int] | None:
 def backend_names(
     name: str, capability: tuple[int, int] | None, needs: Needs = _USUAL, *,
     compiles: Callable[[], bool] = lambda: decode_attention_function() is not None,
+    compiles_cpu: Callable[[], bool] = cpu_decoder_available,
 ) -> tuple[str, ...]:  # fmt: skip
     """What `--attention-backend` names on this device: one backend, or those of prefill and decode.
 
-    `auto` becomes what suits the device and the model; `compiles` says whether it can have kernels
-    of our own. `UsageError` lists the choices, or says what of it this device or the model's type
-    cannot do.
+    `auto` becomes what suits the device and the model; `compiles` and `compiles_cpu` say whether it
+    can have kernels of our own. `UsageError` lists the choices, or says what of it this device or
+    the model's type cannot do.
     """
-    names = tuple((_auto(capability, needs, compiles) if name == "auto" else name).split(","))
+    if name == "auto":
+        name = _auto(capability, needs, compiles, compiles_cpu)
+    names = tuple(name.split(","))
     if len(names) > 2:
         raise UsageError(
             f"--attention-backend takes one name or a pair PREFILL,DECODE, not {name!r}"
         )
     for part in names:
         if part not in BACKENDS:
-            known = part in ANNOUNCED
             raise UsageError(
-                f"--attention-backend {part!r} is not {'available here' if known else 'known'}; "
-                f"choices: auto, {', '.join(BACKENDS)}, or a pair PREFILL,DECODE of them"
+                f"--attention-backend {part!r} is not known; choices: auto, "
+                f"{', '.join(BACKENDS)}, or a pair PREFILL,DECODE of them"
             )
         if needs.dtype not in BACKENDS[part].dtypes:
+            types = " or ".join(str(t).removeprefix("torch.") for t in BACKENDS[part].dtypes)
             raise UsageError(
-                f"--attention-backend {part} computes in bfloat16 or float16; use --dtype "
-                "bfloat16, or --attention-backend torch"
+                f"--attention-backend {part} computes in {types}; use --dtype bfloat16, or "
+                "--attention-backend torch"
             )
     BACKENDS[names[0]].check(capability, prefill=True, decode=len(names) == 1)
     if len(names) == 2:
@@ -141,10 +144,16 @@ def make_backend(names: Sequence[str], ctx: AttentionContext) -> AttentionBacken
     return backends[0] if len(backends) == 1 else HybridBackend(ctx, backends[0], backends[1])
 
 
-def _auto(capability: tuple[int, int] | None, needs: Needs, compiles: Callable[[], bool]) -> str:
+def _auto(
+    capability: tuple[int, int] | None, needs: Needs, compiles: Callable[[], bool],
+    compiles_cpu: Callable[[], bool],
+) -> str:  # fmt: skip
     """On Hopper our decode kernel read as fast as the best library or faster in all but the longest
     batches that were measured (docs/performance.md); FlashInfer decodes what it does not know."""
-    if capability is None or capability < (8, 0) or needs.dtype not in HALVES:
+    if capability is None:
+        known = needs.dtype in CpuBackend.dtypes and needs.whole and needs.head_dim % DIM_STEP == 0
+        return "cpu" if known and compiles_cpu() else "torch"
+    if capability < (8, 0) or needs.dtype not in HALVES:
         return "torch"
     if capability[0] == 9:
         ours = supports(needs.dtype, needs.head_dim, needs.group) and compiles()

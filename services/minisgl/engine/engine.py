@@ -66,11 +66,16 @@ class Engine(StepEngine):
         capability = device_capability(self._device)
         dtype = _dtype(config.dtype, model)
         heads = head_shard(model.num_heads, model.num_kv_heads, comm.rank, comm.size)
-        needs = Needs(dtype, model.head_dim, heads.q.local // heads.kv.local)
+        group, whole = heads.q.local // heads.kv.local, comm.size == 1 and model.moe is None
+        needs = Needs(dtype, model.head_dim, group, whole)
         backends = backend_names(config.attention_backend, capability, needs)
         self.page_size = choose_page_size(backends, config.page_size)
-        if config.quantization != "none":
-            raise UsageError(f"--quantization {config.quantization} is not available yet")
+        packs = whole and backends == ("cpu",)
+        if config.quantization != "none" and not packs:
+            raise UsageError(
+                f"--quantization {config.quantization} needs the CPU's own kernels: --device cpu, "
+                "--dtype bfloat16, one rank, a model without experts, and a C++ compiler"
+            )
         # All measure before any loads: that would look like a device or host with less memory.
         seen = comm.gather_ints(
             [gpu_id(self._device), torch.cuda.mem_get_info()[0]]
@@ -83,6 +88,7 @@ class Engine(StepEngine):
         if not self._on_cuda and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, usable_cpus() // sharing[comm.rank]))
         self._runner: Runner | None = None
+        self._torch_threads: int | None = None
         with self._on_stream():
             attention = make_backend(
                 backends,
@@ -103,6 +109,8 @@ class Engine(StepEngine):
                 dummy_weights(network, self._device, config.seed)
             else:
                 load_weights(network, folder, self._device, progress)
+            if packs:
+                self._pack(network)
             try:
                 sampler = Sampler(self.vocab_size, self._device, config.max_running_requests + 1)
             except MemoryError as error:
@@ -154,6 +162,8 @@ class Engine(StepEngine):
             return
         self._runner = None
         gc.collect()
+        if self._torch_threads is not None:
+            torch.set_num_threads(self._torch_threads)
         if self._on_cuda:
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
@@ -166,12 +176,20 @@ class Engine(StepEngine):
 
     # --- start ---------------------------------------------------------------------------------
 
+    def _pack(self, network: CausalLM) -> None:
+        """Let one call compute all layers, with a thread of its own for each core. Torch's threads
+        would wait busily beside them after each of its operators, so it keeps one."""
+        threads = torch.get_num_threads()
+        network.pack(self.max_seq_len, threads, int8=self._config.quantization == "int8")
+        self._torch_threads = threads
+        torch.set_num_threads(1)
+
     def _start_cpu(
         self, network: CausalLM, attention: AttentionBackend, sampler: Sampler, free: list[int],
         sharing: list[int],
     ) -> None:  # fmt: skip
         config, comm = self._config, self._comm
-        weights = comm.gather_ints([_weight_bytes(network)])
+        weights = comm.gather_ints([network.nbytes])
         self.num_pages = config.num_pages or self._plan(
             free, sharing, [taken for (taken,) in weights],
             _activation_bytes(self._model, config, self._dtype), 0.5,
@@ -179,7 +197,8 @@ class Engine(StepEngine):
         pool = self._make_pool(self.num_pages)
         tables = self._make_tables(pool)
         self._runner = HostRunner(Parts(network, attention, tables, sampler, pool))
-        self.report = {"device": "cpu"}
+        packed = network.packed
+        self.report = {"device": "cpu"} | ({} if packed is None else {"kernels": packed.isa})
 
     def _start_cuda(
         self, network: CausalLM, attention: AttentionBackend, sampler: Sampler, free: list[int],
@@ -344,10 +363,6 @@ def _max_seq_len(config: EngineConfig, model: ModelConfig) -> int:
     if limit < 2:
         raise StartError("the sequence limit must be at least 2 tokens: a prompt and an output")
     return limit
-
-
-def _weight_bytes(model: CausalLM) -> int:
-    return sum(t.numel() * t.element_size() for t in model.state_dict().values())
 
 
 def _activation_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:

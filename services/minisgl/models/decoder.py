@@ -18,6 +18,7 @@ from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rotary import Angles, RotaryEmbedding
 from minisgl.layers.sharding import HeadShard, Shard, even_shard, head_shard
 from minisgl.models.config import ModelConfig
+from minisgl.models.packed import PackedDecoder
 from minisgl.models.products import (
     GROUPS,
     Choice,
@@ -305,6 +306,16 @@ class Decoder(BaseOP):
         return self._choice.chosen
 
     @property
+    def rotary(self) -> RotaryEmbedding:
+        """How positions turn heads, in all layers."""
+        return self._rotary
+
+    @property
+    def dense_layers(self) -> list[tuple[DecoderLayer, MLP]]:
+        """The layers without experts, and their MLPs."""
+        return [(layer, layer.mlp) for layer in self._layers if isinstance(layer.mlp, MLP)]
+
+    @property
     def captures(self) -> bool:
         """Whether its steps may be part of a CUDA graph: experts in torch operations may not."""
         return all(getattr(layer.mlp, "captures", True) for layer in self._layers)
@@ -360,6 +371,27 @@ class CausalLM(BaseOP):
             self.lm_head = TiedLMHead(self.model.embed_tokens)
         else:
             self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, dtype, comm)
+        self._config = config
+        self._packed: PackedDecoder | None = None
+
+    def pack(self, positions: int, threads: int, *, int8: bool = False) -> None:
+        """Pack the loaded weights, so that one call computes all layers on a CPU: of bfloat16, on
+        one rank, without experts. No sequence will be longer than `positions`.
+
+        Raises `KernelUnavailable` or `UsageError` where that cannot be; then nothing has changed.
+        """
+        self._packed = PackedDecoder(self, self._config, positions, threads, int8)
+
+    @property
+    def packed(self) -> PackedDecoder | None:
+        """What computes in place of the operators, if the weights are packed."""
+        return self._packed
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights."""
+        parameters = sum(t.numel() * t.element_size() for t in self.state_dict().values())
+        return parameters + (0 if self._packed is None else self._packed.nbytes)
 
     def forward(
         self, batch: ForwardBatch, attn: AttentionBackend, pool: KVPool,
@@ -367,8 +399,11 @@ class CausalLM(BaseOP):
     ) -> torch.Tensor:  # fmt: skip
         """Scores of each request's next token: [B, vocab], whole on every rank; in `out` if given.
 
-        `attn.prepare_metadata(batch)` has run. Keys and values of the new tokens go to `pool`.
+        `attn.prepare_metadata(batch)` has run. Keys and values of the new tokens go to `pool`. If
+        the weights are packed, the scores are float32 and hold until the next call.
         """
+        if self._packed is not None:
+            return self._packed.forward(batch, pool)
         return self.lm_head.forward(self.model.forward(batch, attn, pool), out)
 
 

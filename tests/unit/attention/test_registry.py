@@ -22,8 +22,13 @@ CPU = AttentionContext(
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 
 
-def test_a_cpu_gets_the_torch_backend_with_single_slots() -> None:
-    assert backend_names("auto", None) == ("torch",)
+def test_a_cpu_gets_its_own_kernels_where_they_compile_and_torch_elsewhere() -> None:
+    assert backend_names("auto", None, compiles_cpu=lambda: True) == ("cpu",)
+    assert backend_names("auto", None, compiles_cpu=lambda: False) == ("torch",)
+
+
+def test_the_backends_of_a_cpu_have_single_slots_and_read_any_pages() -> None:
+    assert choose_page_size(("cpu",), None) == 1
     assert choose_page_size(("torch",), None) == 1
     assert choose_page_size(("torch",), 24) == 24
     assert isinstance(make_backend(("torch",), CPU), TorchBackend)
@@ -84,9 +89,7 @@ def test_page_sizes_that_suit_are_kept_without_a_word(caplog: pytest.LogCaptureF
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("triton", "'triton' is not known; choices: auto, torch, fi, fa, trtllm, mini"),
-        ("cpu", "'cpu' is not available here; choices: auto, torch"),
-        ("torch,cpu", "'cpu' is not available here"),
+        ("triton", "'triton' is not known; choices: auto, torch, fi, fa, trtllm, mini, cpu"),
         ("torch,", "'' is not known"),
         ("torch,torch,torch", "one name or a pair PREFILL,DECODE"),
         ("", "'' is not known"),

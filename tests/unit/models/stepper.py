@@ -47,16 +47,17 @@ class Stepper:
     comm: Communicator = field(default_factory=SingleRank)
     page_size: int = 1
     backend: AttentionBackend = field(default_factory=TorchBackend)
+    dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
         config = load_model_config(self.folder)
-        self.model = CausalLM(config, torch.float32, self.comm, CPU)
+        self.model = CausalLM(config, self.dtype, self.comm, CPU)
         load_weights(self.model, self.folder, CPU)
         heads = head_shard(config.num_heads, config.num_kv_heads, self.comm.rank, self.comm.size)
         pages = ROWS * LENGTH // self.page_size
         self.pool = KVPool(
             layers=config.num_layers, pages=pages, page_size=self.page_size,
-            kv_heads=heads.kv.local, head_dim=config.head_dim, dtype=torch.float32, device=CPU,
+            kv_heads=heads.kv.local, head_dim=config.head_dim, dtype=self.dtype, device=CPU,
         )  # fmt: skip
         order = torch.randperm(pages, generator=torch.Generator().manual_seed(5))
         slots = order.unsqueeze(1) * self.page_size + torch.arange(self.page_size)
