@@ -95,14 +95,15 @@ class DecodeAttention:
 
     def attention(
         self, q: torch.Tensor, k_slots: torch.Tensor, v_slots: torch.Tensor,
-        page_table: torch.Tensor,
+        page_table: torch.Tensor, out: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Attention of q [B, num_qo_heads, head_dim], contiguous, as it was planned.
 
         k_slots and v_slots are [slots, num_kv_heads, head_dim], contiguous; page_table
-        [rows, columns] int32 holds the slot of each token.
+        [rows, columns] int32 holds the slot of each token. The result, as q, goes to `out` if it is
+        given.
         """
-        out = torch.empty_like(q)
+        out = torch.empty_like(q) if out is None else out
         self._attention(
             q, out, k_slots, v_slots, page_table, self.chunks, self.requests, self._partial,
             self._stats, self._arrived, self._scale,

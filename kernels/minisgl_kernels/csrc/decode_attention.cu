@@ -629,5 +629,5 @@ EXPORT(decode_attention) {
     in.cos_sin = args.data<const float>(14);
     in.ahead = ahead_of(args, 15, blocks, blocks);
   }
-  return launch(attention, blocks, 32 * WARPS, kShared, args.stream(), in);
+  return launch<LAUNCH_NEXT * PDL>(attention, blocks, 32 * WARPS, kShared, args.stream(), in);
 }
