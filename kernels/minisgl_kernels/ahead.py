@@ -16,7 +16,8 @@ DEFAULT_MIB = 12
 TOKENS = 64
 """Beyond it a step has no idle memory to speak of."""
 TOKENS_BEFORE_ATTENTION = 16
-"""Attention of more reads so much that it would drive the weights out of the cache again."""
+"""Attention of more reads so much that it would drive the weights out of the cache again: they are
+fetched at its end."""
 
 
 @functools.cache

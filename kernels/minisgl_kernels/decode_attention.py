@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from minisgl_kernels.ahead import ahead_bytes
+from minisgl_kernels.ahead import TOKENS_BEFORE_ATTENTION, ahead_bytes
 from minisgl_kernels.build import KernelUnavailable
 from minisgl_kernels.cuda_build import Family, cuda_type
 
@@ -126,7 +126,7 @@ class DecodeAttention:
         kernel(
             qkv, out, k_slots, v_slots, page_table, self.chunks, self.requests, self._partial,
             self._stats, self._arrived, self._scale, q_weight, k_weight, eps, cos_sin, ahead,
-            ahead_bytes(),
+            ahead_bytes(), int(len(qkv) > TOKENS_BEFORE_ATTENTION),
         )  # fmt: skip
         return out
 

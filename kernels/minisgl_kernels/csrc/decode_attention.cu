@@ -186,6 +186,7 @@ struct Inputs {
   const float* cos_sin;   // [positions, HEAD_DIM]: cosines, then sines
   float eps;
   Ahead ahead;
+  int late;               // it is fetched at the end
 };
 
 constexpr int kHalf = HEAD_DIM / 2;
@@ -345,7 +346,7 @@ __global__ void attention(const __grid_constant__ Inputs in) {
   const int64_t worker = int64_t{blockIdx.x} * WARPS + warp;
   const int number = static_cast<int>(worker / in.kv_heads);
   const int head = static_cast<int>(worker % in.kv_heads);
-  if (FUSED && threadIdx.x == 0) prefetch(in.ahead, blockIdx.x);
+  if (FUSED && !in.late && threadIdx.x == 0) prefetch(in.ahead, blockIdx.x);
   // Before `wait_for_previous` the kernel before this one may still run. It stores the new tokens
   // of this layer, so the tile of a request's last token waits for it; what else is copied here,
   // the plan, the page table and older tokens, is done with: no kernel is launched before the plan
@@ -579,6 +580,7 @@ __global__ void attention(const __grid_constant__ Inputs in) {
     }
   }
   wait_groups<0>();
+  if (FUSED && in.late && threadIdx.x == 0) prefetch(in.ahead, blockIdx.x);
 }
 
 }  // namespace
@@ -593,7 +595,8 @@ EXPORT(plan_decode_attention) {
 
 // (q, out [batch, heads, dim], k_slots, v_slots [slots, kv_heads, dim], page_table [rows, columns],
 //  chunks, requests, partial, stats, arrived, scale); FUSED: (qkv [batch, (heads + 2 kv_heads) dim],
-//  and then q_weight [dim] or None, k_weight, eps, cos_sin [positions, dim], ahead or None, its bytes)
+//  and then q_weight [dim] or None, k_weight, eps, cos_sin [positions, dim], ahead or None, its bytes,
+//  late)
 EXPORT(decode_attention) {
   constexpr int kShared = WARPS * STAGES * kStageBytes;
   static int ready = -1;  // the device on which the kernel may take that much shared memory
@@ -628,6 +631,7 @@ EXPORT(decode_attention) {
     in.eps = args.number(13);
     in.cos_sin = args.data<const float>(14);
     in.ahead = ahead_of(args, 15, blocks, blocks);
+    in.late = static_cast<int>(args.integer(17));
   }
   return launch<LAUNCH_NEXT * PDL>(attention, blocks, 32 * WARPS, kShared, args.stream(), in);
 }

@@ -94,11 +94,12 @@ class Attention(BaseOP):
         pool: KVPool,
     ) -> torch.Tensor:  # fmt: skip
         """From the QKV product to what the O projection takes."""
-        ahead = ahead_of(qkv, self.o_proj, TOKENS_BEFORE_ATTENTION)
         turn = None if rope.table is None else self._turn(rope.table)
         if turn is not None and batch.is_decode and len(qkv) <= attn.fuses:
+            ahead = ahead_of(qkv, self.o_proj)
             out = attn.forward_qkv(qkv, turn, self._layer, pool, batch, ahead)
         else:
+            ahead = ahead_of(qkv, self.o_proj, TOKENS_BEFORE_ATTENTION)
             q = self._turn_and_store(qkv, rope, turn, batch, pool, ahead)
             out = attn.forward(q, self._layer, pool, batch)
         return out.reshape(-1, self._q * self._dim)
