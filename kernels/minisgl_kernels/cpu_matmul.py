@@ -2,7 +2,8 @@
 
 Weights are packed once, at load (`csrc/cpu_pack.h` has the layout), and take the place of the
 tensors that they were: a row of a packed table can be read back for an embedding. Activations are
-bfloat16; for int8 weights each row of them is quantised by its largest value when it is used.
+bfloat16; for int8 weights each 64 values of a row of them are quantised by the largest one when
+they are used.
 
 With bfloat16 weights, subnormal numbers count as zero where the CPU's instructions for bfloat16 say
 so. With int8 weights a row of activations with an infinity or a NaN gives NaN everywhere.
@@ -29,7 +30,8 @@ THEN = ("store", "add", "silu", "logits")
 BLOCK = 16
 HUGE_PAGE = 2 << 20
 CHUNK = 32 << 20
-MAX_INT8_INPUTS = 65536
+GROUP = 64
+"""Values of a row of activations that have one scale."""
 _LEAST = 4e-37
 
 
@@ -63,8 +65,8 @@ class Packed(ctypes.Structure):
     """`struct Packed` of `csrc/cpu_pack.h`."""
 
     _fields_ = (
-        ("data", ctypes.c_void_p), ("scale", ctypes.c_void_p), ("sums", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p), ("outputs", ctypes.c_int64), ("inputs", ctypes.c_int64),
+        ("data", ctypes.c_void_p), ("scale", ctypes.c_void_p), ("bias", ctypes.c_void_p),
+        ("outputs", ctypes.c_int64), ("inputs", ctypes.c_int64),
         ("stored", ctypes.c_int32), ("gated", ctypes.c_int32),
     )  # fmt: skip
 
@@ -75,7 +77,6 @@ class PackedWeight:
 
     data: torch.Tensor
     scale: torch.Tensor | None
-    sums: torch.Tensor | None
     bias: torch.Tensor | None
     outputs: int
     inputs: int
@@ -83,8 +84,9 @@ class PackedWeight:
     struct: Packed = field(repr=False)
 
     @property
-    def int8(self) -> bool:
-        return self.scale is not None
+    def nbytes(self) -> int:
+        """Of the memory that it takes."""
+        return sum(t.nbytes for t in (self.data, self.scale, self.bias) if t is not None)
 
 
 @functools.cache
@@ -98,7 +100,7 @@ def _library(emulate_tiles: bool = False) -> ctypes.CDLL:
         ("cpu_packed_blocks", number, (number, short)),
         ("cpu_block_bytes", number, (number, short)),
         ("cpu_pack_bf16", None, (pointer, number, number, short, pointer)),
-        ("cpu_pack_int8", None, (pointer, number, number, short, pointer, pointer, pointer)),
+        ("cpu_pack_int8", None, (pointer, number, number, short, pointer, pointer)),
         ("cpu_unpack_rows", None, (pointer, pointer, number, pointer)),
         (
             "cpu_matmul", None,
@@ -148,28 +150,23 @@ def pack(
     outputs, inputs = weight.shape
     if gated and outputs % 2:
         raise ValueError(f"gate and up have the same number of rows, but {outputs} is odd")
-    if int8 and inputs > MAX_INT8_INPUTS:
-        raise ValueError(f"int8 weights have {MAX_INT8_INPUTS} inputs at most, not {inputs}")
     lib, weight = _library(), weight.contiguous()
     padded = lib.cpu_packed_blocks(outputs, gated) * BLOCK
     size = padded // BLOCK * lib.cpu_block_bytes(inputs, int8)
     data = torch.empty(size, dtype=torch.uint8) if memory is None else memory.take(size)
     if data.data_ptr() % 64:
         raise ValueError("memory of tensors is not aligned to 64 bytes")
-    scale = sums = None
-    if int8:
-        scale, sums = torch.empty(padded), torch.empty(padded, dtype=torch.int32)
+    scale = torch.empty(padded) if int8 else None
+    if scale is not None:
         lib.cpu_pack_int8(
-            weight.data_ptr(), outputs, inputs, gated, *map(_address, (data, scale, sums))
+            weight.data_ptr(), outputs, inputs, gated, data.data_ptr(), scale.data_ptr()
         )
     else:
         lib.cpu_pack_bf16(weight.data_ptr(), outputs, inputs, gated, data.data_ptr())
     if bias is not None:
         bias = _in_packed_order(bias.float(), gated, padded)
-    struct = Packed(
-        *map(_address, (data, scale, sums, bias)), outputs, inputs, int(int8), int(gated)
-    )
-    return PackedWeight(data, scale, sums, bias, outputs, inputs, gated, struct)
+    struct = Packed(*map(_address, (data, scale, bias)), outputs, inputs, int(int8), int(gated))
+    return PackedWeight(data, scale, bias, outputs, inputs, gated, struct)
 
 
 def unpack_rows(weight: PackedWeight, rows: torch.Tensor) -> torch.Tensor:
@@ -194,13 +191,16 @@ def matmul_reference(
 ) -> torch.Tensor:  # fmt: skip
     """The same as `matmul` with `weight` [outputs, inputs] as it was packed, in torch operations.
 
-    For int8 the sums are float64, so exact up to 2^53.
+    For int8 the sums of a group are float64, so exact.
     """
     if int8:
-        xq, x_scale = _quantised(x.float())
+        padding = -x.shape[1] % GROUP
+        xq, x_scale = _quantised(F.pad(x.float(), (0, padding)).reshape(len(x), -1, GROUP))
         q, scale = _quantised(weight.float())
-        sums = (xq.double() @ q.double().T).float() * (x_scale * scale.T)
-        value = sums if bias is None else sums + bias.float()
+        groups = F.pad(q, (0, padding)).reshape(len(q), -1, GROUP)
+        sums = torch.einsum("mgk,ngk->mng", xq.double(), groups.double()).float()
+        value = (sums * x_scale.squeeze(2)[:, None]).sum(dim=2) * scale.T
+        value = value if bias is None else value + bias.float()
     else:
         value = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     if then == "logits":
@@ -258,7 +258,7 @@ def _in_packed_order(values: torch.Tensor, gated: bool, padded: int) -> torch.Te
 
 
 def _quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of x as whole numbers from -127 to 127, and their factors [.., 1]."""
+    """`x` [.., K] as whole numbers from -127 to 127, and their scale [.., 1]."""
     largest = x.abs().amax(dim=-1, keepdim=True)
     scale = torch.where(largest < _LEAST, 0.0, largest / 127)
     q = torch.where(scale > 0, x * (1 / scale), 0.0).round()

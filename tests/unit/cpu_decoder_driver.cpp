@@ -24,23 +24,20 @@ struct Weight {
   Packed packed;
   std::unique_ptr<char, void (*)(void*)> memory{nullptr, free};
   std::vector<float> scale;
-  std::vector<int32_t> sums;
 
   Weight(int64_t outputs, int64_t inputs, Stored stored, bool gated) {
     const std::vector<bf16> rows = numbers(outputs * inputs, 0.1f);
     const int64_t blocks = blocks_of(outputs, gated), bytes = blocks * block_bytes(inputs, stored);
     memory.reset(static_cast<char*>(aligned_alloc(64, (bytes + 63) / 64 * 64)));
-    packed = {memory.get(), nullptr, nullptr, nullptr, outputs, inputs, stored, gated};
+    packed = {memory.get(), nullptr, nullptr, outputs, inputs, stored, gated};
     if (stored == Stored::bf16) {
       pack_bf16(rows.data(), outputs, inputs, gated, reinterpret_cast<bf16*>(memory.get()));
       return;
     }
     scale.resize(blocks * kBlock);
-    sums.resize(blocks * kBlock);
     packed.scale = scale.data();
-    packed.sums = sums.data();
-    pack_int8(rows.data(), outputs, inputs, gated, reinterpret_cast<int8_t*>(memory.get()),
-              scale.data(), sums.data());
+    pack_int8(rows.data(), outputs, inputs, gated, reinterpret_cast<uint8_t*>(memory.get()),
+              scale.data());
   }
 };
 

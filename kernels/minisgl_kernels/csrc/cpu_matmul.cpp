@@ -18,9 +18,9 @@ void cpu_pack_bf16(const void* weight, int64_t outputs, int64_t inputs, int32_t 
 }
 
 void cpu_pack_int8(const void* weight, int64_t outputs, int64_t inputs, int32_t gated, void* data,
-                   float* scale, int32_t* sums) {
-  pack_int8(static_cast<const bf16*>(weight), outputs, inputs, gated, static_cast<int8_t*>(data),
-            scale, sums);
+                   float* scale) {
+  pack_int8(static_cast<const bf16*>(weight), outputs, inputs, gated, static_cast<uint8_t*>(data),
+            scale);
 }
 
 void cpu_unpack_rows(const Packed* w, const int64_t* rows, int64_t count, void* out) {

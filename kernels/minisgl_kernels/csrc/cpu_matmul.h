@@ -87,22 +87,27 @@ inline void matmul(const Packed& w, const bf16* x, int64_t ldx, int64_t m, const
   const Range blocks = share(blocks_of(w), w.gated ? 2 : 1, lane);
   if (m == 0 || blocks.begin == blocks.end) return;
   const Kernels& kernels = kernels_of(lane.isa);
-  const Shape shape = kernels.shape(m);
-  const int64_t k = padded_inputs(w.inputs, w.stored), bytes = block_bytes(w);
+  const Shape shape = kernels.shape(m, w.stored);
+  const int64_t bytes = block_bytes(w);
   const bool int8 = w.stored == Stored::int8;
-  const int64_t chunk = int8 ? (kInt8Rows + shape.rows - 1) / shape.rows * shape.rows : m;
-  const int64_t tile_bytes = (shape.rows + 15) / 16 * 16 * shape.blocks * kBlock * sizeof(float);
-  const int64_t scale_bytes = int8 ? (chunk + 15) / 16 * 16 * sizeof(float) : 0;
-  const int64_t row_bytes = int8 ? std::min(chunk, m) * k : 0;
-  char* const memory = lane.scratch.get(tile_bytes + scale_bytes + row_bytes);
+  const int64_t most = (kInt8Rows + shape.rows - 1) / shape.rows * shape.rows;
+  const int64_t chunk = int8 ? std::min(m, most) : m;
+  const int64_t tile_rows = (shape.rows + 15) / 16 * 16;  // AMX stores 16
+  const int64_t tile_bytes = tile_rows * shape.blocks * kBlock * sizeof(float);
+  Quantised x8{nullptr, nullptr, nullptr, padded_inputs(w.inputs, Stored::int8)};
+  const int64_t x_bytes = int8 ? chunk * (x8.k + 8 * x8.groups()) : 0;
+  char* const memory = lane.scratch.get(tile_bytes + x_bytes);
   auto* const tile = reinterpret_cast<float*>(memory);
-  auto* const scales = reinterpret_cast<float*>(memory + tile_bytes);
-  auto* const quantised = reinterpret_cast<uint8_t*>(memory + tile_bytes + scale_bytes);
+  if (int8) {
+    x8.q = reinterpret_cast<int8_t*>(memory + tile_bytes);
+    x8.scale = reinterpret_cast<float*>(x8.q + chunk * x8.k);
+    x8.start = reinterpret_cast<int32_t*>(x8.scale + chunk * x8.groups());
+  }
   if (kernels.begin != nullptr) kernels.begin();
   for (int64_t from = 0; from < m; from += chunk) {
     const int64_t rows = std::min(chunk, m - from);
     for (int64_t row = 0; int8 && row < rows; ++row) {
-      scales[row] = kernels.quantise(x + (from + row) * ldx, w.inputs, k, quantised + row * k);
+      kernels.quantise(x + (from + row) * ldx, w.inputs, x8.from_row(row));
     }
     for (int64_t block = blocks.begin; block < blocks.end; block += shape.blocks) {
       const int count = static_cast<int>(std::min<int64_t>(shape.blocks, blocks.end - block));
@@ -112,9 +117,8 @@ inline void matmul(const Packed& w, const bf16* x, int64_t ldx, int64_t m, const
         const int part = static_cast<int>(std::min<int64_t>(shape.rows, rows - row));
         const int64_t ahead = row > 0 || last ? 0 : std::min(count * bytes, kFetched);
         if (int8) {
-          kernels.int8_tile(quantised + row * k, part, reinterpret_cast<const int8_t*>(data), k,
-                            count, ahead, scales + row, w.scale + block * kBlock,
-                            w.sums + block * kBlock, tile);
+          kernels.int8_tile(x8.from_row(row), part, reinterpret_cast<const uint8_t*>(data), count,
+                            ahead, w.scale + block * kBlock, tile);
         } else {
           kernels.bf16_tile(x + (from + row) * ldx, ldx, part,
                             reinterpret_cast<const bf16*>(data), w.inputs, count, ahead, tile);

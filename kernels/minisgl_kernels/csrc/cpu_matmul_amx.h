@@ -1,5 +1,5 @@
 // Products with AMX: a block of packed weights is a row of tiles. Sums of up to 32 rows and 2 blocks
-// are in four tiles, so that each weight and each part of x is loaded for two multiplications; of up
+// are in four tiles, so that each tile of x and of weights is loaded for two multiplications; of up
 // to 16 rows and 4 blocks in four as well. What is no whole tile of x goes through a tile in memory.
 #pragma once
 
@@ -15,8 +15,8 @@ MINISGL_INLINE void fetch(const char* lines) {
   for (int i = 0; i < kTileRows; ++i) __builtin_prefetch(lines + i * kTileBytes);
 }
 
-// Rows `from` to `from` + 16 of x and bytes `at` to `at` + 64 of them, in tile A of `tiles`. Beyond
-// `rows` and `row_bytes` there is nothing to be read, and zero is loaded.
+// Rows `from` to `from` + 16 of x and bytes `at` to `at` + 64 of them, in tile A. Beyond `rows` and
+// `row_bytes` there is nothing to be read, and zero is loaded.
 template <int A, class Tiles>
 MINISGL_INLINE void load_x(Tiles& tiles, const char* x, int64_t stride, int from, int rows,
                            int64_t at, int64_t row_bytes) {
@@ -28,7 +28,7 @@ MINISGL_INLINE void load_x(Tiles& tiles, const char* x, int64_t stride, int from
   alignas(64) char part[kTileRows * kTileBytes] = {};
   const int64_t width = row_bytes - at < kTileBytes ? row_bytes - at : kTileBytes;
   for (int i = 0; i < rows - from && i < kTileRows; ++i) {
-    if (width == kTileBytes) {
+    if (width == kTileBytes) {  // a size that the compiler knows
       memcpy(part + i * kTileBytes, begin + i * stride, kTileBytes);
     } else {
       memcpy(part + i * kTileBytes, begin + i * stride, width);
@@ -37,17 +37,8 @@ MINISGL_INLINE void load_x(Tiles& tiles, const char* x, int64_t stride, int from
   tiles.template load<A>(part, kTileBytes);
 }
 
-template <bool Int8, int C, int A, int B, class Tiles>
-MINISGL_INLINE void multiply(Tiles& tiles) {
-  if constexpr (Int8) {
-    tiles.template multiply_int8<C, A, B>();
-  } else {
-    tiles.template multiply_bf16<C, A, B>();
-  }
-}
-
 // 17 to 32 rows and one or two blocks. Tiles 0 to 3 hold sums, 4 and 5 x, 6 and 7 weights.
-template <bool Int8, bool Two, class Tiles>
+template <bool Two, class Tiles>
 inline void many_rows(Tiles& tiles, const char* x, int64_t stride, int rows, int64_t row_bytes,
                       const char* w, int64_t block, int64_t ahead, float* tile, int64_t width) {
   tiles.template zero<0>();
@@ -55,18 +46,18 @@ inline void many_rows(Tiles& tiles, const char* x, int64_t stride, int rows, int
   tiles.template zero<2>();
   tiles.template zero<3>();
   for (int64_t at = 0; at < row_bytes; at += kTileBytes) {
-    const char* const line = w + at * kTileRows;
-    fetch(line + ahead);
-    tiles.template load<6>(line, kTileBytes);
+    const char* const lines = w + at * kTileRows;
+    fetch(lines + ahead);
+    tiles.template load<6>(lines, kTileBytes);
     load_x<4>(tiles, x, stride, 0, rows, at, row_bytes);
-    multiply<Int8, 0, 4, 6>(tiles);
+    tiles.template multiply_bf16<0, 4, 6>();
     load_x<5>(tiles, x, stride, kTileRows, rows, at, row_bytes);
-    multiply<Int8, 1, 5, 6>(tiles);
+    tiles.template multiply_bf16<1, 5, 6>();
     if constexpr (Two) {
-      fetch(line + block + ahead);
-      tiles.template load<7>(line + block, kTileBytes);
-      multiply<Int8, 2, 4, 7>(tiles);
-      multiply<Int8, 3, 5, 7>(tiles);
+      fetch(lines + block + ahead);
+      tiles.template load<7>(lines + block, kTileBytes);
+      tiles.template multiply_bf16<2, 4, 7>();
+      tiles.template multiply_bf16<3, 5, 7>();
     }
   }
   const int64_t bytes = width * sizeof(float);
@@ -79,7 +70,7 @@ inline void many_rows(Tiles& tiles, const char* x, int64_t stride, int rows, int
 }
 
 // One to 16 rows and Blocks blocks. Tiles 0 to 3 hold sums, 4 x, 5 to 7 weights.
-template <bool Int8, int Blocks, class Tiles>
+template <int Blocks, class Tiles>
 inline void few_rows(Tiles& tiles, const char* x, int64_t stride, int rows, int64_t row_bytes,
                      const char* w, int64_t block, int64_t ahead, float* tile, int64_t width) {
   tiles.template zero<0>();
@@ -87,22 +78,22 @@ inline void few_rows(Tiles& tiles, const char* x, int64_t stride, int rows, int6
   tiles.template zero<2>();
   tiles.template zero<3>();
   for (int64_t at = 0; at < row_bytes; at += kTileBytes) {
-    const char* const line = w + at * kTileRows;
-    for (int i = 0; i < Blocks; ++i) fetch(line + i * block + ahead);
+    const char* const lines = w + at * kTileRows;
+    for (int i = 0; i < Blocks; ++i) fetch(lines + i * block + ahead);
     load_x<4>(tiles, x, stride, 0, rows, at, row_bytes);
-    tiles.template load<5>(line, kTileBytes);
-    multiply<Int8, 0, 4, 5>(tiles);
+    tiles.template load<5>(lines, kTileBytes);
+    tiles.template multiply_bf16<0, 4, 5>();
     if constexpr (Blocks > 1) {
-      tiles.template load<6>(line + block, kTileBytes);
-      multiply<Int8, 1, 4, 6>(tiles);
+      tiles.template load<6>(lines + block, kTileBytes);
+      tiles.template multiply_bf16<1, 4, 6>();
     }
     if constexpr (Blocks > 2) {
-      tiles.template load<7>(line + 2 * block, kTileBytes);
-      multiply<Int8, 2, 4, 7>(tiles);
+      tiles.template load<7>(lines + 2 * block, kTileBytes);
+      tiles.template multiply_bf16<2, 4, 7>();
     }
     if constexpr (Blocks > 3) {
-      tiles.template load<5>(line + 3 * block, kTileBytes);
-      multiply<Int8, 3, 4, 5>(tiles);
+      tiles.template load<5>(lines + 3 * block, kTileBytes);
+      tiles.template multiply_bf16<3, 4, 5>();
     }
   }
   const int64_t bytes = width * sizeof(float);
@@ -112,77 +103,108 @@ inline void few_rows(Tiles& tiles, const char* x, int64_t stride, int rows, int6
   if constexpr (Blocks > 3) tiles.template store<3>(tile + 3 * kBlock, bytes);
 }
 
-template <bool Int8, class Tiles>
-inline void sums(const char* x, int64_t stride, int rows, int64_t row_bytes, const char* w,
-                 int blocks, int64_t block, int64_t ahead, float* tile) {
-  Tiles tiles;
-  const int64_t width = blocks * kBlock;
-  if (rows > kTileRows) {
-    for (; blocks >= 2; blocks -= 2, w += 2 * block, tile += 2 * kBlock) {
-      many_rows<Int8, true>(tiles, x, stride, rows, row_bytes, w, block, ahead, tile, width);
-    }
-    if (blocks == 1) {
-      many_rows<Int8, false>(tiles, x, stride, rows, row_bytes, w, block, ahead, tile, width);
-    }
-  } else if (blocks == 4) {
-    few_rows<Int8, 4>(tiles, x, stride, rows, row_bytes, w, block, ahead, tile, width);
-  } else if (blocks == 3) {
-    few_rows<Int8, 3>(tiles, x, stride, rows, row_bytes, w, block, ahead, tile, width);
-  } else if (blocks == 2) {
-    few_rows<Int8, 2>(tiles, x, stride, rows, row_bytes, w, block, ahead, tile, width);
-  } else {
-    few_rows<Int8, 1>(tiles, x, stride, rows, row_bytes, w, block, ahead, tile, width);
-  }
-}
-
 template <class Tiles>
 inline void bf16_tile(const bf16* x, int64_t ldx, int rows, const bf16* w, int64_t inputs,
                       int blocks, int64_t ahead, float* tile) {
-  sums<false, Tiles>(reinterpret_cast<const char*>(x), ldx * sizeof(bf16), rows,
-                     inputs * sizeof(bf16), reinterpret_cast<const char*>(w), blocks,
-                     block_bytes(inputs, Stored::bf16), ahead, tile);
+  Tiles tiles;
+  const char* const from = reinterpret_cast<const char*>(x);
+  const char* weights = reinterpret_cast<const char*>(w);
+  const int64_t stride = ldx * sizeof(bf16), row_bytes = inputs * sizeof(bf16);
+  const int64_t block = block_bytes(inputs, Stored::bf16), width = blocks * kBlock;
+  const auto call = [&](auto function) {
+    function(tiles, from, stride, rows, row_bytes, weights, block, ahead, tile, width);
+  };
+  if (rows > kTileRows) {
+    for (; blocks >= 2; blocks -= 2, weights += 2 * block, tile += 2 * kBlock) {
+      call(many_rows<true, Tiles>);
+    }
+    if (blocks == 1) call(many_rows<false, Tiles>);
+  } else if (blocks == 4) {
+    call(few_rows<4, Tiles>);
+  } else if (blocks == 3) {
+    call(few_rows<3, Tiles>);
+  } else if (blocks == 2) {
+    call(few_rows<2, Tiles>);
+  } else {
+    call(few_rows<1, Tiles>);
+  }
 }
 
-using Scale = void(float* tile, int rows, int blocks, const float* row_scale, const float* scale,
-                   const int32_t* sums);
+// Sums of products of a group as int32 [blocks][16][16].
+struct GroupSums {
+  alignas(64) int32_t of[kBlocks][kTileRows * kBlock];
+};
 
-// Of sums of x + 128 in `tile`, as int32, the products.
-inline void scale_portable(float* tile, int rows, int blocks, const float* row_scale,
-                           const float* scale, const int32_t* sums) {
-  for (int row = 0; row < rows; ++row, tile += blocks * kBlock) {
-    for (int at = 0; at < blocks * kBlock; ++at) {
-      int32_t sum;
-      memcpy(&sum, tile + at, sizeof sum);
-      tile[at] = static_cast<float>(sum - 128 * sums[at]) * (row_scale[row] * scale[at]);
+// Adds the sums of group `group` of rows of x, up to 16, to `tile`.
+using Add = void(const GroupSums& sums, const Quantised& x, int64_t group, int rows, int blocks,
+                 float* tile);
+
+inline void add_portable(const GroupSums& sums, const Quantised& x, int64_t group, int rows,
+                         int blocks, float* tile) {
+  for (int row = 0; row < rows; ++row) {
+    const int64_t of = row * x.groups() + group;
+    for (int b = 0; b < blocks; ++b, tile += kBlock) {
+      for (int j = 0; j < kBlock; ++j) {
+        const int32_t sum = x.start[of] + sums.of[b][row * kBlock + j];
+        tile[j] += static_cast<float>(sum) * x.scale[of];
+      }
     }
   }
 }
 
 #if MINISGL_X86
-MINISGL_AVX512 inline void scale_avx512(float* tile, int rows, int blocks, const float* row_scale,
-                                        const float* scale, const int32_t* sums) {
-  for (int b = 0; b < blocks; ++b, tile += kBlock, scale += kBlock, sums += kBlock) {
-    const __m512i middle = _mm512_slli_epi32(_mm512_loadu_si512(sums), 7);
-    const __m512 factor = _mm512_loadu_ps(scale);
-    for (int row = 0; row < rows; ++row) {
-      float* const at = tile + row * blocks * kBlock;
-      const __m512 sum = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_load_si512(at), middle));
-      _mm512_store_ps(at, _mm512_mul_ps(sum, _mm512_mul_ps(_mm512_set1_ps(row_scale[row]), factor)));
+MINISGL_AVX512 inline void add_avx512(const GroupSums& sums, const Quantised& x, int64_t group,
+                                      int rows, int blocks, float* tile) {
+  for (int row = 0; row < rows; ++row) {
+    const int64_t of = row * x.groups() + group;
+    const __m512i start = _mm512_set1_epi32(x.start[of]);
+    const __m512 scale = _mm512_set1_ps(x.scale[of]);
+    for (int b = 0; b < blocks; ++b, tile += kBlock) {
+      const __m512i sum = _mm512_add_epi32(start, _mm512_load_si512(sums.of[b] + row * kBlock));
+      _mm512_store_ps(tile,
+                      _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), scale, _mm512_load_ps(tile)));
     }
   }
 }
 #endif
 
-template <class Tiles, Scale scaled>
-inline void int8_tile(const uint8_t* x, int rows, const int8_t* w, int64_t k, int blocks,
-                      int64_t ahead, const float* row_scale, const float* scale,
-                      const int32_t* of_outputs, float* tile) {
-  sums<true, Tiles>(reinterpret_cast<const char*>(x), k, rows, k,
-                    reinterpret_cast<const char*>(w), blocks, kBlock * k, ahead, tile);
-  scaled(tile, rows, blocks, row_scale, scale, of_outputs);
+template <int C, int B, class Tiles>
+MINISGL_INLINE void group_sums(Tiles& tiles, const char* lines, int32_t* sums) {
+  tiles.template zero<C>();
+  tiles.template load<B>(lines, kTileBytes);
+  tiles.template multiply_int8<C, 4, B>();
+  tiles.template store<C>(sums, kTileBytes);
 }
 
-inline Shape shape(int64_t m) {
+// A group is what one multiplication sums up.
+template <class Tiles, Add add>
+inline void int8_tile(const Quantised& x, int rows, const uint8_t* w, int blocks, int64_t ahead,
+                      const float* scale, float* tile) {
+  static_assert(kGroup == kTileBytes, "as above");
+  Tiles tiles;
+  GroupSums sums;
+  const int64_t width = blocks * kBlock, block = kBlock * x.k;
+  memset(tile, 0, rows * width * sizeof(float));
+  for (int64_t group = 0; group < x.groups(); ++group) {
+    const char* const lines = reinterpret_cast<const char*>(w) + group * kTileRows * kTileBytes;
+    for (int i = 0; i < blocks; ++i) fetch(lines + i * block + ahead);
+    for (int row = 0; row < rows; row += kTileRows) {
+      const char* const from = reinterpret_cast<const char*>(x.q);
+      load_x<4>(tiles, from, x.k, row, rows, group * kGroup, x.k);
+      group_sums<0, 5>(tiles, lines, sums.of[0]);
+      if (blocks > 1) group_sums<1, 6>(tiles, lines + block, sums.of[1]);
+      if (blocks > 2) group_sums<2, 7>(tiles, lines + 2 * block, sums.of[2]);
+      if (blocks > 3) group_sums<3, 5>(tiles, lines + 3 * block, sums.of[3]);
+      const int part = rows - row < kTileRows ? rows - row : kTileRows;
+      add(sums, x.from_row(row), group, part, blocks, tile + row * width);
+    }
+  }
+  for (int row = 0; row < rows; ++row, tile += width) {
+    for (int64_t i = 0; i < width; ++i) tile[i] *= scale[i];
+  }
+}
+
+inline Shape shape(int64_t m, Stored) {
   return {static_cast<int>(m <= kTileRows ? kTileRows : 2 * kTileRows), kBlocks};
 }
 
@@ -194,7 +216,7 @@ namespace minisgl::cpu {
 inline const Kernels& amx_kernels() {
   static constexpr Kernels kernels = {amx::shape,
                                       amx::bf16_tile<Tiles>,
-                                      amx::int8_tile<Tiles, amx::scale_avx512>,
+                                      amx::int8_tile<Tiles, amx::add_avx512>,
                                       avx512::quantise,
                                       avx512::finish,
                                       Tiles::configure,
@@ -207,7 +229,7 @@ inline const Kernels& amx_kernels() {
 inline const Kernels& emulated_amx_kernels() {
   static constexpr Kernels kernels = {amx::shape,
                                       amx::bf16_tile<EmulatedTiles>,
-                                      amx::int8_tile<EmulatedTiles, amx::scale_portable>,
+                                      amx::int8_tile<EmulatedTiles, amx::add_portable>,
                                       portable::quantise,
                                       portable::finish,
                                       EmulatedTiles::configure,

@@ -62,32 +62,48 @@ MINISGL_AVX2 void bf16_sums(const bf16* x, int64_t ldx, const char* w, int64_t i
 }
 
 template <int R>
-MINISGL_AVX2 void int8_sums(const uint8_t* x, int64_t k, const char* w, int64_t ahead,
-                            const float* row_scale, const float* scale, float* tile,
-                            int64_t width) {
-  __m256i sum[R][4];  // of four outputs each, in two parts
+MINISGL_AVX2 void int8_sums(const Quantised& x, const char* w, int64_t ahead, const float* scale,
+                            float* tile, int64_t width) {
+  __m256 total[R][4];  // of four outputs each, in two parts
   MINISGL_UNROLL
   for (int r = 0; r < R; ++r) {
     MINISGL_UNROLL
-    for (int c = 0; c < 4; ++c) sum[r][c] = _mm256_setzero_si256();
+    for (int c = 0; c < 4; ++c) total[r][c] = _mm256_setzero_ps();
   }
   const __m256i middle = _mm256_set1_epi16(128);
-  for (int64_t i = 0; i < k; i += 4, w += 64) {
-    _mm_prefetch(w + ahead, _MM_HINT_T0);
-    __m256i four[R];
+  const int64_t groups = x.groups();
+  for (int64_t group = 0; group < groups; ++group) {
+    __m256i sum[R][4];
     MINISGL_UNROLL
     for (int r = 0; r < R; ++r) {
-      int32_t bytes;
-      memcpy(&bytes, x + r * k + i, sizeof bytes);
-      four[r] = _mm256_sub_epi16(_mm256_cvtepu8_epi16(_mm_set1_epi32(bytes)), middle);
+      MINISGL_UNROLL
+      for (int c = 0; c < 4; ++c) sum[r][c] = _mm256_setzero_si256();
     }
-    MINISGL_UNROLL
-    for (int c = 0; c < 4; ++c) {
-      const __m256i weights =
-          _mm256_cvtepi8_epi16(_mm_load_si128(reinterpret_cast<const __m128i*>(w) + c));
+    for (int64_t i = group * kGroup; i < (group + 1) * kGroup; i += 4, w += 64) {
+      _mm_prefetch(w + ahead, _MM_HINT_T0);
+      __m256i four[R];
       MINISGL_UNROLL
       for (int r = 0; r < R; ++r) {
-        sum[r][c] = _mm256_add_epi32(sum[r][c], _mm256_madd_epi16(four[r], weights));
+        int32_t bytes;
+        memcpy(&bytes, x.q + r * x.k + i, sizeof bytes);
+        four[r] = _mm256_cvtepi8_epi16(_mm_set1_epi32(bytes));
+      }
+      MINISGL_UNROLL
+      for (int c = 0; c < 4; ++c) {
+        const __m256i weights = _mm256_sub_epi16(
+            _mm256_cvtepu8_epi16(_mm_load_si128(reinterpret_cast<const __m128i*>(w) + c)), middle);
+        MINISGL_UNROLL
+        for (int r = 0; r < R; ++r) {
+          sum[r][c] = _mm256_add_epi32(sum[r][c], _mm256_madd_epi16(four[r], weights));
+        }
+      }
+    }
+    MINISGL_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const __m256 by = _mm256_set1_ps(x.scale[r * groups + group]);
+      MINISGL_UNROLL
+      for (int c = 0; c < 4; ++c) {
+        total[r][c] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[r][c]), by, total[r][c]);
       }
     }
   }
@@ -96,11 +112,10 @@ MINISGL_AVX2 void int8_sums(const uint8_t* x, int64_t k, const char* w, int64_t 
     MINISGL_UNROLL
     for (int half = 0; half < 2; ++half) {
       // hadd gives outputs 0 1 4 5 2 3 6 7 of these eight.
-      const __m256i both = _mm256_permute4x64_epi64(
-          _mm256_hadd_epi32(sum[r][2 * half], sum[r][2 * half + 1]), 0xd8);
-      const __m256 by =
-          _mm256_mul_ps(_mm256_set1_ps(row_scale[r]), _mm256_loadu_ps(scale + 8 * half));
-      _mm256_store_ps(tile + r * width + 8 * half, _mm256_mul_ps(_mm256_cvtepi32_ps(both), by));
+      const __m256d both = _mm256_permute4x64_pd(
+          _mm256_castps_pd(_mm256_hadd_ps(total[r][2 * half], total[r][2 * half + 1])), 0xd8);
+      _mm256_store_ps(tile + r * width + 8 * half,
+                      _mm256_mul_ps(_mm256_castpd_ps(both), _mm256_loadu_ps(scale + 8 * half)));
     }
   }
 }
@@ -115,25 +130,24 @@ inline void bf16_tile(const bf16* x, int64_t ldx, int rows, const bf16* w, int64
   }
 }
 
-inline void int8_tile(const uint8_t* x, int rows, const int8_t* w, int64_t k, int blocks,
-                      int64_t ahead, const float* row_scale, const float* scale, const int32_t*,
-                      float* tile) {
-  for (int b = 0; b < blocks; ++b, w += kBlock * k) {
+inline void int8_tile(const Quantised& x, int rows, const uint8_t* w, int blocks, int64_t ahead,
+                      const float* scale, float* tile) {
+  for (int b = 0; b < blocks; ++b, w += kBlock * x.k, scale += kBlock) {
     const char* const from = reinterpret_cast<const char*>(w);
     for (int row = 0; row < rows; row += kInt8Rows) {
       float* const to = tile + (row * blocks + b) * kBlock;
       if (rows - row == 1) {
-        int8_sums<1>(x + row * k, k, from, ahead, row_scale + row, scale + b * kBlock, to,
-                     blocks * kBlock);
+        int8_sums<1>(x.from_row(row), from, ahead, scale, to, blocks * kBlock);
       } else {
-        int8_sums<2>(x + row * k, k, from, ahead, row_scale + row, scale + b * kBlock, to,
-                     blocks * kBlock);
+        int8_sums<2>(x.from_row(row), from, ahead, scale, to, blocks * kBlock);
       }
     }
   }
 }
 
-inline Shape shape(int64_t m) { return {static_cast<int>(m < kRows ? m : kRows), kBlocks}; }
+inline Shape shape(int64_t m, Stored) {
+  return {static_cast<int>(m < kRows ? m : kRows), kBlocks};
+}
 
 }  // namespace minisgl::cpu::avx2
 

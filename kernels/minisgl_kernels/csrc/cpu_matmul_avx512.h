@@ -3,14 +3,17 @@
 // each pair (four) of x once for its blocks.
 #pragma once
 
+#include <type_traits>
+
 #include "cpu_matmul_portable.h"
 
 #if MINISGL_X86
 
 namespace minisgl::cpu::avx512 {
 
-constexpr int kRows = 12, kFewRows = 6;  // of 2 blocks; of 4: 24 of 32 registers hold sums
 constexpr int kBlocks = 2, kManyBlocks = 4;
+// With so many blocks, 24 of 32 registers hold sums: of int8 a half as integers.
+constexpr int kRows = 12, kFewRows = 6, kInt8Rows = 6, kFewInt8Rows = 3;
 
 MINISGL_AVX512 MINISGL_INLINE __m512i spread(const void* four_bytes) {
   int32_t value;
@@ -79,98 +82,107 @@ MINISGL_AVX512 void bf16_sums(const bf16* x, int64_t ldx, const char* w, int64_t
   }
 }
 
+// For each group of inputs the products are summed as int32, then added to the sums in float32.
 template <int R, int C>
-MINISGL_AVX512 void int8_sums(const uint8_t* x, int64_t k, const char* w, int64_t block,
-                              int64_t ahead, const float* row_scale, const float* scale,
-                              const int32_t* sums, float* tile, int64_t width) {
-  __m512i sum[R][C];
+MINISGL_AVX512 void int8_sums(const Quantised& x, const char* w, int64_t block, int64_t ahead,
+                              const float* scale, float* tile, int64_t width) {
+  __m512 total[R][C];
   MINISGL_UNROLL
-  for (int c = 0; c < C; ++c) {
-    // x is q + 128
-    const __m512i start = _mm512_slli_epi32(_mm512_loadu_si512(sums + c * kBlock), 7);
+  for (int r = 0; r < R; ++r) {
     MINISGL_UNROLL
-    for (int r = 0; r < R; ++r) sum[r][c] = _mm512_sub_epi32(_mm512_setzero_si512(), start);
+    for (int c = 0; c < C; ++c) total[r][c] = _mm512_setzero_ps();
   }
-  Rows rows(x, k);
-  for (const char* const end = w + k * kBlock; w != end; w += 64, rows.advance()) {
-    __m512i line[C];
+  Rows rows(x.q, x.k);
+  const int64_t groups = x.groups();
+  for (int64_t group = 0; group < groups; ++group) {
+    __m512i sum[R][C];
     MINISGL_UNROLL
-    for (int c = 0; c < C; ++c) {
-      line[c] = _mm512_load_si512(w + c * block);
-      _mm_prefetch(w + c * block + ahead, _MM_HINT_T0);
+    for (int r = 0; r < R; ++r) {
+      sum[r][0] = _mm512_set1_epi32(x.start[r * groups + group]);
+      MINISGL_UNROLL
+      for (int c = 1; c < C; ++c) sum[r][c] = sum[r][0];
+    }
+    for (const char* const end = w + kGroup * kBlock; w != end; w += 64, rows.advance()) {
+      __m512i line[C];
+      MINISGL_UNROLL
+      for (int c = 0; c < C; ++c) {
+        line[c] = _mm512_load_si512(w + c * block);
+        _mm_prefetch(w + c * block + ahead, _MM_HINT_T0);
+      }
+      MINISGL_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const __m512i four = spread(rows[r]);
+        MINISGL_UNROLL
+        for (int c = 0; c < C; ++c) sum[r][c] = _mm512_dpbusd_epi32(sum[r][c], line[c], four);
+      }
     }
     MINISGL_UNROLL
     for (int r = 0; r < R; ++r) {
-      const __m512i four = spread(rows[r]);
+      const __m512 by = _mm512_set1_ps(x.scale[r * groups + group]);
       MINISGL_UNROLL
-      for (int c = 0; c < C; ++c) sum[r][c] = _mm512_dpbusd_epi32(sum[r][c], four, line[c]);
+      for (int c = 0; c < C; ++c) {
+        total[r][c] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r][c]), by, total[r][c]);
+      }
     }
-  }
-  MINISGL_UNROLL
-  for (int r = 0; r < R; ++r) {
-    MINISGL_UNROLL
-    for (int c = 0; c < C; ++c) __asm__("" : "+v"(sum[r][c]));  // in registers to here
   }
   MINISGL_UNROLL
   for (int r = 0; r < R; ++r) {
     MINISGL_UNROLL
     for (int c = 0; c < C; ++c) {
-      const __m512 by = _mm512_mul_ps(_mm512_set1_ps(row_scale[r]),
-                                      _mm512_loadu_ps(scale + c * kBlock));
-      _mm512_store_ps(tile + r * width + c * kBlock,
-                      _mm512_mul_ps(_mm512_cvtepi32_ps(sum[r][c]), by));
+      const __m512 value = _mm512_mul_ps(total[r][c], _mm512_loadu_ps(scale + c * kBlock));
+      _mm512_store_ps(tile + r * width + c * kBlock, value);
     }
   }
 }
 
-// The functions for 1 to 12 rows of 1 or 2 blocks, and for 1 to 6 of 3 or 4.
-template <class Function>
+using Bf16Sums = decltype(&bf16_sums<1, 1>);
+using Int8Sums = decltype(&int8_sums<1, 1>);
+
+// The functions for up to `shape` rows and blocks of each type.
+template <class Sums>
 struct Table {
-  Function of[kRows][kManyBlocks];
-};
+  Sums of[kRows][kManyBlocks] = {};
 
-template <int R, int C>
-constexpr void fill(Table<decltype(&bf16_sums<1, 1>)>& table) {
-  table.of[R - 1][C - 1] = bf16_sums<R, C>;
-}
-
-template <int R, int C>
-constexpr void fill(Table<decltype(&int8_sums<1, 1>)>& table) {
-  table.of[R - 1][C - 1] = int8_sums<R, C>;
-}
-
-template <class Function, int R = 1>
-constexpr void fill_rows(Table<Function>& table) {
-  fill<R, 1>(table);
-  fill<R, 2>(table);
-  if constexpr (R <= kFewRows) {
-    fill<R, 3>(table);
-    fill<R, 4>(table);
+  template <int R = 1>
+  constexpr Table<Sums> filled() {
+    constexpr bool bf16 = std::is_same_v<Sums, Bf16Sums>;
+    constexpr int all = bf16 ? kRows : kInt8Rows, few = bf16 ? kFewRows : kFewInt8Rows;
+    if constexpr (R <= all) {
+      fill<R, 1>();
+      fill<R, 2>();
+      if constexpr (R <= few) {
+        fill<R, 3>();
+        fill<R, 4>();
+      }
+      filled<R + 1>();
+    }
+    return *this;
   }
-  if constexpr (R < kRows) fill_rows<Function, R + 1>(table);
-}
 
-template <class Function>
-constexpr Table<Function> table_of() {
-  Table<Function> table{};
-  fill_rows(table);
-  return table;
-}
+ private:
+  template <int R, int C>
+  constexpr void fill() {
+    if constexpr (std::is_same_v<Sums, Bf16Sums>) {
+      of[R - 1][C - 1] = bf16_sums<R, C>;
+    } else {
+      of[R - 1][C - 1] = int8_sums<R, C>;
+    }
+  }
+};
 
 inline void bf16_tile(const bf16* x, int64_t ldx, int rows, const bf16* w, int64_t inputs,
                       int blocks, int64_t ahead, float* tile) {
-  static constexpr auto table = table_of<decltype(&bf16_sums<1, 1>)>();
+  static constexpr auto table = Table<Bf16Sums>().filled();
   table.of[rows - 1][blocks - 1](x, ldx, reinterpret_cast<const char*>(w),
                                  block_bytes(inputs, Stored::bf16), inputs, ahead, tile,
                                  blocks * kBlock);
 }
 
-inline void int8_tile(const uint8_t* x, int rows, const int8_t* w, int64_t k, int blocks,
-                      int64_t ahead, const float* row_scale, const float* scale,
-                      const int32_t* sums, float* tile) {
-  static constexpr auto table = table_of<decltype(&int8_sums<1, 1>)>();
-  table.of[rows - 1][blocks - 1](x, k, reinterpret_cast<const char*>(w), kBlock * k, ahead,
-                                 row_scale, scale, sums, tile, blocks * kBlock);
+inline void int8_tile(const Quantised& x, int rows, const uint8_t* w, int blocks, int64_t ahead,
+                      const float* scale, float* tile) {
+  static constexpr auto table = Table<Int8Sums>().filled();
+  table.of[rows - 1][blocks - 1](x, reinterpret_cast<const char*>(w), kBlock * x.k, ahead, scale,
+                                 tile, blocks * kBlock);
 }
 
 MINISGL_AVX512 MINISGL_INLINE __m512 widened(__m256i values) {
@@ -182,30 +194,38 @@ MINISGL_AVX512 MINISGL_INLINE __mmask16 first(int64_t count) {
   return static_cast<__mmask16>((1u << count) - 1);
 }
 
-MINISGL_AVX512 inline float quantise(const bf16* x, int64_t inputs, int64_t k, uint8_t* out) {
-  __m512i largest = _mm512_setzero_si512();
+MINISGL_AVX512 inline void quantise(const bf16* x, int64_t inputs, const Quantised& out) {
   const __m512i magnitude = _mm512_set1_epi16(0x7fff);
-  for (int64_t i = 0; i < inputs; i += 32) {
-    const int64_t left = inputs - i;
-    const __mmask32 mask = left >= 32 ? ~__mmask32{0} : (__mmask32{1} << left) - 1;
-    const __m512i values = _mm512_maskz_loadu_epi16(mask, x + i);
-    largest = _mm512_max_epu16(largest, _mm512_and_si512(values, magnitude));
+  for (int64_t group = 0; group < out.groups(); ++group) {
+    const int64_t from = group * kGroup, left = inputs - from;
+    const uint64_t mask = left >= kGroup ? ~uint64_t{0} : (uint64_t{1} << left) - 1;
+    const __m512i halves[2] = {
+        _mm512_maskz_loadu_epi16(static_cast<__mmask32>(mask), x + from),
+        _mm512_maskz_loadu_epi16(static_cast<__mmask32>(mask >> 32), x + from + 32)};
+    const __m512i both = _mm512_max_epu16(_mm512_and_si512(halves[0], magnitude),
+                                          _mm512_and_si512(halves[1], magnitude));
+    const __m256i four = _mm256_max_epu16(_mm512_castsi512_si256(both),
+                                          _mm512_extracti64x4_epi64(both, 1));
+    const __m128i eight = _mm_max_epu16(_mm256_castsi256_si128(four),
+                                        _mm256_extracti128_si256(four, 1));
+    // The smallest of what is missing to 65535 has an instruction of its own.
+    const __m128i ones = _mm_set1_epi16(-1);
+    const int missing = _mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(eight, ones)), 0);
+    const float scale = scale_of(static_cast<bf16>(0xffff - missing));
+    const __m512 inverse = _mm512_set1_ps(scale > 0.0f ? 1.0f / scale : 0.0f);
+    __m512i sum = _mm512_setzero_si512();
+    MINISGL_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const __m512 values = widened(i % 2 == 0 ? _mm512_castsi512_si256(halves[i / 2])
+                                               : _mm512_extracti64x4_epi64(halves[i / 2], 1));
+      __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(values, inverse));
+      if (!(scale > 0.0f)) q = _mm512_setzero_si512();  // also for infinity times 0
+      sum = _mm512_add_epi32(sum, q);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(out.q + from) + i, _mm512_cvtepi32_epi8(q));
+    }
+    out.scale[group] = scale;
+    out.start[group] = -128 * _mm512_reduce_add_epi32(sum);
   }
-  const __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(largest),
-                                        _mm512_extracti64x4_epi64(largest, 1));
-  const float scale = scale_of(static_cast<bf16>(
-      _mm512_reduce_max_epu32(_mm512_cvtepu16_epi32(half))));
-  const __m512 inverse = _mm512_set1_ps(scale > 0.0f ? 1.0f / scale : 0.0f);
-  const __m128i middle = _mm_set1_epi8(static_cast<char>(0x80));
-  for (int64_t i = 0; i < k; i += kBlock) {
-    const int64_t left = inputs - i < 0 ? 0 : inputs - i;
-    const __mmask16 mask = scale > 0.0f ? first(left < kBlock ? left : kBlock) : 0;
-    const __m512 values = widened(_mm256_maskz_loadu_epi16(mask, x + i));
-    const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(values, inverse));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i),
-                     _mm_xor_si128(_mm512_cvtepi32_epi8(q), middle));
-  }
-  return scale;
 }
 
 // e^x to 2e-7: 2^n times a polynomial of Cephes in the rest.
@@ -266,9 +286,11 @@ MINISGL_AVX512 inline void finish(const float* tile, int rows, const Packed& w, 
 }
 
 // Tiles of about the same size, so that none is so small that its sums wait for each other.
-inline Shape shape(int64_t m) {
-  if (m <= kFewRows) return {static_cast<int>(m), kManyBlocks};
-  const int64_t parts = (m + kRows - 1) / kRows;
+inline Shape shape(int64_t m, Stored stored) {
+  const bool bf16 = stored == Stored::bf16;
+  const int all = bf16 ? kRows : kInt8Rows, few = bf16 ? kFewRows : kFewInt8Rows;
+  if (m <= few) return {static_cast<int>(m), kManyBlocks};
+  const int64_t parts = (m + all - 1) / all;
   return {static_cast<int>((m + parts - 1) / parts), kBlocks};
 }
 

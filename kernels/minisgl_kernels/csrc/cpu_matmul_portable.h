@@ -24,19 +24,32 @@ struct Shape {
   int rows, blocks;
 };
 
+// Rows of activations as int8 [rows, k], 0 beyond the inputs. Each of the k / 64 groups of a row has
+// a scale, and what its sums of products with weights + 128 begin with: -128 times the sum of q.
+struct Quantised {
+  int8_t* q;
+  float* scale;
+  int32_t* start;
+  int64_t k;
+
+  MINISGL_INLINE int64_t groups() const { return k / kGroup; }
+  MINISGL_INLINE Quantised from_row(int64_t row) const {
+    return {q + row * k, scale + row * groups(), start + row * groups(), k};
+  }
+};
+
 // One instruction set. A tile is float32 [rows, blocks * 16], aligned to 64 bytes.
 struct Kernels {
-  Shape (*shape)(int64_t m);  // of tiles, for products of m rows
+  Shape (*shape)(int64_t m, Stored stored);  // of tiles, for products of m rows
   // Sums of x [rows, inputs], ldx apart, and `blocks` blocks of weights. While they are read, those
   // `ahead` bytes behind them are fetched: 0, or where there are some.
   void (*bf16_tile)(const bf16* x, int64_t ldx, int rows, const bf16* w, int64_t inputs,
                     int blocks, int64_t ahead, float* tile);
-  // The same for x [rows, k] of `quantise`, with scales of rows and of outputs.
-  void (*int8_tile)(const uint8_t* x, int rows, const int8_t* w, int64_t k, int blocks,
-                    int64_t ahead, const float* row_scale, const float* scale, const int32_t* sums,
-                    float* tile);
-  // x [inputs] as q + 128 in `out` [k], 128 beyond inputs; the scale. As in cpu_pack.h.
-  float (*quantise)(const bf16* x, int64_t inputs, int64_t k, uint8_t* out);
+  // The same for int8, with the scales of the outputs.
+  void (*int8_tile)(const Quantised& x, int rows, const uint8_t* w, int blocks, int64_t ahead,
+                    const float* scale, float* tile);
+  // Row x [inputs] as the first of `out`.
+  void (*quantise)(const bf16* x, int64_t inputs, const Quantised& out);
   // Puts a tile of rows from `row` and of blocks from `block` where it belongs.
   void (*finish)(const float* tile, int rows, const Packed& w, int64_t block, int blocks,
                  const Epilogue& to, int64_t row);
@@ -64,31 +77,43 @@ inline void bf16_tile(const bf16* x, int64_t ldx, int rows, const bf16* w, int64
   }
 }
 
-inline float quantise(const bf16* x, int64_t inputs, int64_t k, uint8_t* out) {
-  const float scale = scale_of(largest_of(x, inputs));
-  const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
-  memset(out, 128, k);
-  for (int64_t i = 0; inverse > 0.0f && i < inputs; ++i) {
-    out[i] = static_cast<uint8_t>(128 + lrintf(to_float(x[i]) * inverse));
+inline void quantise(const bf16* x, int64_t inputs, const Quantised& out) {
+  for (int64_t group = 0; group < out.groups(); ++group) {
+    const int64_t from = group * kGroup, left = inputs - from;
+    const int64_t count = left < kGroup ? left : kGroup;
+    int8_t* const q = out.q + from;
+    memset(q, 0, kGroup);
+    const float scale = scale_of(largest_of(x + from, count));
+    const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+    int32_t sum = 0;
+    for (int64_t i = 0; inverse > 0.0f && i < count; ++i) {
+      q[i] = static_cast<int8_t>(lrintf(to_float(x[from + i]) * inverse));
+      sum += q[i];
+    }
+    out.scale[group] = scale;
+    out.start[group] = -128 * sum;
   }
-  return scale;
 }
 
-inline void int8_tile(const uint8_t* x, int rows, const int8_t* w, int64_t k, int blocks,
-                      int64_t, const float* row_scale, const float* scale, const int32_t* sums,
-                      float* tile) {
-  for (int row = 0; row < rows; ++row, x += k, tile += blocks * kBlock) {
+inline void int8_tile(const Quantised& x, int rows, const uint8_t* w, int blocks, int64_t,
+                      const float* scale, float* tile) {
+  for (int row = 0; row < rows; ++row, tile += blocks * kBlock) {
+    const Quantised of = x.from_row(row);
     for (int block = 0; block < blocks; ++block) {
-      int32_t sum[kBlock] = {};
-      const int8_t* from = w + block * kBlock * k;
-      for (int64_t i = 0; i < k; i += 4, from += 4 * kBlock) {
-        for (int j = 0; j < kBlock; ++j) {
-          for (int p = 0; p < 4; ++p) sum[j] += x[i + p] * from[4 * j + p];
+      float total[kBlock] = {};
+      const uint8_t* from = w + block * kBlock * x.k;
+      for (int64_t group = 0; group < x.groups(); ++group) {
+        int32_t sum[kBlock];
+        for (int j = 0; j < kBlock; ++j) sum[j] = of.start[group];
+        for (int64_t i = group * kGroup; i < (group + 1) * kGroup; i += 4, from += 4 * kBlock) {
+          for (int j = 0; j < kBlock; ++j) {
+            for (int p = 0; p < 4; ++p) sum[j] += of.q[i + p] * from[4 * j + p];
+          }
         }
+        for (int j = 0; j < kBlock; ++j) total[j] += static_cast<float>(sum[j]) * of.scale[group];
       }
       for (int j = 0; j < kBlock; ++j) {
-        const int at = block * kBlock + j;
-        tile[at] = static_cast<float>(sum[j] - 128 * sums[at]) * (row_scale[row] * scale[at]);
+        tile[block * kBlock + j] = total[j] * scale[block * kBlock + j];
       }
     }
   }
@@ -129,7 +154,7 @@ inline void finish(const float* tile, int rows, const Packed& w, int64_t block, 
   }
 }
 
-inline Shape shape(int64_t m) { return {static_cast<int>(m < 4 ? m : 4), 4}; }
+inline Shape shape(int64_t m, Stored) { return {static_cast<int>(m < 4 ? m : 4), 4}; }
 
 }  // namespace portable
 

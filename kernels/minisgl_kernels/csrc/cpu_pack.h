@@ -6,9 +6,11 @@
 // zero. Gated weights (gate above up, of the same number of rows) have a block of gate, the block
 // of up of the same outputs, and so on, so that one thread has both.
 //
-// int8: weight = q * scale[output], q from -127 to 127, to nearest. `sums` are the sums of q over
-// the inputs: products take activations as q + 128, and subtract 128 times the sum. An output whose
-// weights are not all finite gets the scale NaN; one whose largest weight is below 4e-37 is zero.
+// int8: weight = q * scale[output], q from -127 to 127, to nearest, stored as q + 128: instructions
+// multiply unsigned by signed numbers. Activations have a scale for each row and 64 inputs of it; one
+// for the row would cost thirty times the accuracy that the weights cost, as some inputs are much
+// larger than the others. What is added by the 128 is known when they are quantised. Where not all
+// numbers are finite the scale is NaN; where the largest is below 4e-37 they are zero.
 #pragma once
 
 #include <math.h>
@@ -21,17 +23,16 @@ namespace minisgl::cpu {
 
 constexpr int64_t kBlock = 16;       // outputs
 constexpr float kLeast = 4e-37f;     // 127 / kLeast is finite
-constexpr int64_t kMaxInputs = 65536;  // of int8: sums of 255 * 127 stay within int32
+constexpr int64_t kGroup = 64;       // inputs of a row of activations that have one scale
 
 enum class Stored : int32_t { bf16 = 0, int8 = 1 };
 
 // A packed weight; the memory is the caller's. Each array is in the order of packed outputs.
 struct Packed {
-  const void* data;     // aligned to 64 bytes
-  const float* scale;   // [blocks * 16]; int8 only
-  const int32_t* sums;  // [blocks * 16]; int8 only
-  const float* bias;    // [blocks * 16], or null
-  int64_t outputs;      // rows of the weight: of gate and up together, if gated
+  const void* data;    // aligned to 64 bytes
+  const float* scale;  // [blocks * 16]; int8 only
+  const float* bias;   // [blocks * 16], or null
+  int64_t outputs;     // rows of the weight: of gate and up together, if gated
   int64_t inputs;
   Stored stored;
   int32_t gated;
@@ -98,25 +99,21 @@ inline bf16 largest_of(const bf16* row, int64_t count) {
   return largest;
 }
 
-// The same for int8, with `scale` and `sums` of blocks * 16.
-inline void pack_int8(const bf16* weight, int64_t outputs, int64_t inputs, bool gated, int8_t* data,
-                      float* scale, int32_t* sums) {
+// The same for int8, with `scale` of blocks * 16.
+inline void pack_int8(const bf16* weight, int64_t outputs, int64_t inputs, bool gated,
+                      uint8_t* data, float* scale) {
   const int64_t k = padded_inputs(inputs, Stored::int8), blocks = blocks_of(outputs, gated);
-  memset(data, 0, blocks * kBlock * k);
+  memset(data, 128, blocks * kBlock * k);
   for (int64_t at = 0; at < blocks * kBlock; ++at) {
     const int64_t row = source_row(at, outputs, gated);
-    scale[at] = 0.0f;
-    sums[at] = 0;
-    if (row < 0) continue;
-    const bf16* from = weight + row * inputs;
-    scale[at] = scale_of(largest_of(from, inputs));
+    const bf16* const from = weight + row * inputs;
+    scale[at] = row < 0 ? 0.0f : scale_of(largest_of(from, inputs));
     if (!(scale[at] > 0.0f)) continue;
     const float inverse = 1.0f / scale[at];
-    int8_t* to = data + at / kBlock * kBlock * k + at % kBlock * 4;
+    uint8_t* to = data + at / kBlock * kBlock * k + at % kBlock * 4;
     for (int64_t i = 0; i < inputs; ++i) {
-      const auto q = static_cast<int8_t>(lrintf(to_float(from[i]) * inverse));
-      to[i / 4 * 4 * kBlock + i % 4] = q;
-      sums[at] += q;
+      to[i / 4 * 4 * kBlock + i % 4] =
+          static_cast<uint8_t>(128 + lrintf(to_float(from[i]) * inverse));
     }
   }
 }
@@ -129,9 +126,10 @@ inline void unpack_row(const Packed& w, int64_t row, bf16* out) {
     const bf16* from = reinterpret_cast<const bf16*>(block) + at % kBlock * 2;
     for (int64_t i = 0; i < w.inputs; ++i) out[i] = from[i / 2 * 2 * kBlock + i % 2];
   } else {
-    const int8_t* from = reinterpret_cast<const int8_t*>(block) + at % kBlock * 4;
+    const uint8_t* from = reinterpret_cast<const uint8_t*>(block) + at % kBlock * 4;
     for (int64_t i = 0; i < w.inputs; ++i) {
-      out[i] = to_bf16(static_cast<float>(from[i / 4 * 4 * kBlock + i % 4]) * w.scale[at]);
+      const int32_t q = from[i / 4 * 4 * kBlock + i % 4] - 128;
+      out[i] = to_bf16(static_cast<float>(q) * w.scale[at]);
     }
   }
 }

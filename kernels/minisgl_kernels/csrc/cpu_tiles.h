@@ -49,10 +49,10 @@ struct Tiles {
   MINISGL_INLINE void multiply_bf16() {
     __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
   }
-  // C [16][16] += A [16][64] B [16][16][4]: int32 sums of A unsigned, B signed.
+  // C [16][16] += A [16][64] B [16][16][4]: int32 sums of A signed, B unsigned.
   template <int C, int A, int B>
   MINISGL_INLINE void multiply_int8() {
-    __asm__ volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+    __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
   }
 };
 
@@ -98,7 +98,7 @@ struct EmulatedTiles {
         int32_t sum = 0;
         for (int k = 0; k < 16; ++k) {
           for (int p = 0; p < 4; ++p) {
-            sum += at<uint8_t>(A, m * 64 + 4 * k + p) * at<int8_t>(B, k * 64 + 4 * n + p);
+            sum += at<int8_t>(A, m * 64 + 4 * k + p) * at<uint8_t>(B, k * 64 + 4 * n + p);
           }
         }
         at<int32_t>(C, m * 16 + n) += sum;

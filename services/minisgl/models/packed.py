@@ -15,7 +15,7 @@ from minisgl.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from minisgl.layers.linear import Linear
 from minisgl.models.config import ModelConfig
 from minisgl_kernels.cpu_decoder import PHASES, CpuDecoder, LayerWeights
-from minisgl_kernels.cpu_matmul import ISAS, PackedWeight, chosen_isa, pack
+from minisgl_kernels.cpu_matmul import ISAS, PackedMemory, PackedWeight, chosen_isa, pack
 
 if TYPE_CHECKING:
     from minisgl.models.decoder import MLP, CausalLM, DecoderLayer
@@ -35,6 +35,7 @@ class PackedDecoder:
         isa = chosen_isa()
         self.isa = ISAS[isa]
         """The instruction set that computes."""
+        self._memory = PackedMemory()
         self.nbytes = 0
         """Of packed weights and the table of angles."""
         self.seconds: npt.NDArray[np.float64] | None = None
@@ -62,6 +63,11 @@ class PackedDecoder:
             pool=pool.buffer, seconds=self.seconds,
         )  # fmt: skip
 
+    def each_row(self, function: int, argument: int, rows: int) -> None:
+        """Calls the C function at an address with `argument` and each row, on the threads that
+        compute steps."""
+        self._decoder.each_row(function, argument, rows)
+
     def profile(self) -> dict[str, float]:
         """Seconds by phase since `seconds` was set."""
         return {} if self.seconds is None else dict(zip(PHASES, self.seconds, strict=True))
@@ -86,13 +92,9 @@ class PackedDecoder:
     ) -> PackedWeight:  # fmt: skip
         """The packed weight, which takes the place of torch's."""
         bias = of.bias if isinstance(of, Linear) else None
-        packed = pack(of.weight, bias=bias, int8=int8, gated=gated)
+        packed = pack(of.weight, bias=bias, int8=int8, gated=gated, memory=self._memory)
         of.weight = of.weight.new_empty(0)
         if isinstance(of, Linear) and of.bias is not None:
             of.bias = of.bias.new_empty(0)
-        self.nbytes += sum(
-            part.nbytes
-            for part in (packed.data, packed.scale, packed.sums, packed.bias)
-            if part is not None
-        )
+        self.nbytes += packed.nbytes
         return packed
