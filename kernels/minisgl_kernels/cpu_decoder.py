@@ -89,6 +89,7 @@ def _library() -> ctypes.CDLL:
         ("cpu_decoder_create", pointer, (pointer,)),
         ("cpu_decoder_destroy", None, (pointer,)),
         ("cpu_decoder_step", ctypes.c_int, (pointer, pointer)),
+        ("cpu_decoder_each_row", None, (pointer, pointer, pointer, number)),
         ("cpu_attention_create", pointer, (number, number, number, short, short)),
         ("cpu_attention_destroy", None, (pointer,)),
         ("cpu_attention_plan", ctypes.c_int, (pointer, pointer)),
@@ -180,6 +181,10 @@ class CpuDecoder:
         _set_requests(requests, rows, before, after, page_table)
         _check(self._call(self._handle, self._reference))
         return self._logits[:count]
+
+    def each_row(self, function: int, argument: int, rows: int) -> None:
+        """Calls `void function(const void* argument, int64_t row)` for each row, on all threads."""
+        _library().cpu_decoder_each_row(self._handle, function, argument, rows)
 
     def close(self) -> None:
         """End the threads; no step may follow."""

@@ -15,6 +15,7 @@ from minisgl import LLM, SamplingParams
 from minisgl.attention.base import Needs
 from minisgl.attention.registry import backend_names
 from minisgl.config import UsageError
+from minisgl.engine.sampler import Sampler
 from minisgl.models.config import load_model_config
 from minisgl_kernels.build import DISABLE_ENV, KernelUnavailable
 from minisgl_kernels.cpu_decoder import PHASES
@@ -146,6 +147,23 @@ def test_phases_are_timed_when_asked_for(tiny: Tiny) -> None:
     stepper.step((0, random_prompts(20)[0], 0))
     assert tuple(inside.profile()) == PHASES
     assert all(seconds > 0 for seconds in inside.profile().values())
+
+
+def test_its_threads_share_the_draws_of_a_batch(tiny: Tiny) -> None:
+    inside = packed(tiny("llama"), threads=3).model.packed
+    assert inside is not None
+    logits = torch.randn((9, 1000), generator=torch.Generator().manual_seed(1))
+    tokens = []
+    for threads in (None, inside.each_row):
+        sampler = Sampler(1000, "cpu", 9)
+        sampler.threads = threads
+        for row in range(9):
+            params = SamplingParams(seed=row, top_p=0.9)
+            sampler.admit(row, params, np.zeros(1, np.int32), np.zeros(0, np.int32))
+        batch = sampler.prepare(np.arange(9), np.arange(9))
+        tokens.append(sampler.sample(logits.clone(), batch).tokens.tolist())
+    assert tokens[0] == tokens[1]
+    assert tokens[0] != logits.argmax(1).tolist()
 
 
 def test_a_cpu_takes_it_for_whole_dense_models_of_bfloat16() -> None:

@@ -291,6 +291,25 @@ def test_kernel_and_reference_draw_the_same_tokens(way):
         assert torch.equal(draw(rows, largest, batch), draw_reference(rows, largest, batch))
 
 
+@pytest.mark.parametrize("spread", [0.02, 1.0, 30.0], ids=["flat", "usual", "steep"])
+@pytest.mark.parametrize("ties", [False, True])
+def test_the_kernel_filters_large_vocabularies_as_the_reference_does(way, spread, ties):
+    if way == "torch":
+        pytest.skip("the kernel is switched off")
+    limits = [
+        {"top_k": 2}, {"top_k": 40}, {"top_k": 20_000}, {"top_p": 0.05}, {"top_p": 0.9},
+        {"top_p": 0.99999}, {"top_p": 0.95, "top_k": 1000}, {"top_p": 0.3, "min_p": 0.5},
+    ]  # fmt: skip
+    logits = random_logits(len(limits), 32_003, seed=9, ties=ties) * spread
+    sampler = sampler_of(
+        [SamplingParams(seed=i, **limit) for i, limit in enumerate(limits)], 32_003
+    )
+    for position in range(8):
+        batch = sampler.prepare(np.arange(8), np.full(8, position)).draw
+        largest = logits.argmax(dim=1)
+        assert torch.equal(draw(logits, largest, batch), draw_reference(logits, largest, batch))
+
+
 @needs_compiler
 def test_the_kernel_reads_and_writes_nothing_outside_of_its_arrays(tmp_path, way):
     if way == "torch":
@@ -300,14 +319,16 @@ def test_the_kernel_reads_and_writes_nothing_outside_of_its_arrays(tmp_path, way
         #include "gumbel_draw.cpp"
         int main() {
           for (std::int64_t v = 1; v < 600; ++v) {
-            std::vector<float> x(2 * v), t(2, 0.7f), least(2, -20.f);  // on the heap, without slack
+            std::vector<float> x(2 * v), t(2, 0.7f);  // on the heap, without slack
+            const std::vector<double> p{0.9, 1.0}, least{0.0, 1e-9};
             for (std::int64_t i = 0; i < 2 * v; ++i) x[i] = float(i * 7919 % 101) / 10 - 1e30f * (i == 3);
             x[v - 1] = x[0];
-            std::vector<std::int64_t> last(2, v / 2), seeds{-1, 1}, at{0, 1 << 30}, tokens(2);
+            std::vector<std::int64_t> k{v / 2 + 1, 3}, seeds{-1, 1}, at{0, 1 << 30}, tokens(2);
             for (int r = 0; r < 2; ++r)
               tokens[r] = std::max_element(&x[r * v], &x[r * v] + v) - &x[r * v];
-            gumbel_draw(x.data(), 2, v, v, t.data(), least.data(), last.data(), seeds.data(),
-                        at.data(), tokens.data());
+            const Draw draw{x.data(), v, v, t.data(), k.data(), p.data(), least.data(),
+                            seeds.data(), at.data(), tokens.data()};
+            draw_rows(&draw, 2);
             if (std::min(tokens[0], tokens[1]) < 0 || std::max(tokens[0], tokens[1]) >= v) return 1;
           }
         }"""  # noqa: E501
@@ -319,13 +340,20 @@ def test_the_kernel_refuses_arrays_of_another_type_or_shape(way):
         pytest.skip("the kernel is switched off")
     kernel = gumbel_draw_function()
     floats, ints = np.zeros(2, np.float32), np.zeros(2, np.int64)
-    right = [np.zeros((2, 8), np.float32), floats, floats, ints, ints, ints, ints]
-    kernel(*right)
-    wrong = [np.zeros((2, 8)), floats.astype(np.float64), floats[:1], ints.astype(np.int32),
-             np.zeros(3, np.int64), np.zeros(4, np.int64)[::2], ints[:1]]  # fmt: skip
-    for place, bad in enumerate(wrong):
+    right = {
+        "logits": np.zeros((2, 8), np.float32), "temperature": floats + 1, "top_k": ints + 3,
+        "top_p": np.ones(2), "min_p": None, "seeds": ints, "positions": ints,
+        "tokens": np.zeros(2, np.int64),
+    }  # fmt: skip
+    kernel(**right)
+    wrong = {
+        "logits": np.zeros((2, 8)), "temperature": floats.astype(np.float64), "top_p": floats,
+        "min_p": np.ones(1), "top_k": ints.astype(np.int32), "seeds": np.zeros(3, np.int64),
+        "positions": np.zeros(4, np.int64)[::2], "tokens": None,
+    }  # fmt: skip
+    for name, bad in wrong.items():
         with pytest.raises(TypeError):
-            kernel(*right[:place], bad, *right[place + 1 :])
+            kernel(**(right | {name: bad}))
 
 
 def test_logits_that_are_part_of_a_padded_row_are_read_in_place():

@@ -94,6 +94,16 @@ class Decoder {
     return true;
   }
 
+  // Calls work(argument, row) for each row, on all threads.
+  void each_row(void (*work)(const void*, int64_t), const void* argument, int64_t rows) {
+    std::atomic<int64_t> next{0};
+    team_.run([&](int, int) {
+      for (int64_t row; (row = next.fetch_add(1, std::memory_order_relaxed)) < rows;) {
+        work(argument, row);
+      }
+    });
+  }
+
  private:
   int64_t hidden_stride() const { return rounded_up(model_.hidden); }
   int64_t heads_stride() const { return rounded_up(model_.heads * model_.head_dim); }
@@ -276,6 +286,11 @@ void cpu_decoder_destroy(void* decoder) { delete static_cast<Decoder*>(decoder);
 
 int cpu_decoder_step(void* decoder, const Step* step) {
   return guarded([&] { return static_cast<Decoder*>(decoder)->step(*step); });
+}
+
+void cpu_decoder_each_row(void* decoder, void (*work)(const void*, int64_t), const void* argument,
+                          int64_t rows) {
+  static_cast<Decoder*>(decoder)->each_row(work, argument, rows);
 }
 
 void* cpu_attention_create(int64_t heads, int64_t kv_heads, int64_t dim, int32_t isa,

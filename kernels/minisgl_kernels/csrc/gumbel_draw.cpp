@@ -1,14 +1,11 @@
-// The draw of sampling on a CPU: the token with the largest logit plus Gumbel noise.
+// The draw of sampling on a CPU: of the tokens that pass the filters, the one with the largest logit
+// plus Gumbel noise.
 //
 // What is computed is defined in minisgl/engine/philox.py, to the bit; compile with
 // -ffp-contract=off. Words of many blocks are made at once in vector registers. The two logarithms
 // of a noise are computed only for tokens that may win: a bound from the bits of the word alone
 // rules out all but a few.
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <limits>
+#include "filter_bounds.h"
 
 namespace {
 
@@ -103,23 +100,42 @@ void scan(const float* logits, std::int64_t begin, std::int64_t count, float lar
 
 }  // namespace
 
-// For each of n rows of logits [n, stride], of which the first vocab_size count, the drawn token.
-// tokens [n] holds the ids of the largest logits, and is overwritten unless a row has NaN or +inf.
-extern "C" void gumbel_draw(const float* logits, std::int64_t n, std::int64_t stride,
-                            std::int64_t vocab_size, const float* temperature, const float* least,
-                            const std::int64_t* last, const std::int64_t* seeds,
-                            const std::int64_t* positions, std::int64_t* tokens) {
-  for (std::int64_t row = 0; row < n; ++row) {
-    const float* x = logits + row * stride;
-    const float largest = x[tokens[row]];
-    if (!std::isfinite(largest)) continue;
-    Best best;
-    const auto take = [&](std::int64_t begin) {
-      scan(x, begin, std::min<std::int64_t>(kTokens, vocab_size - begin), largest,
-           temperature[row], least[row], last[row], static_cast<std::uint32_t>(positions[row]),
-           static_cast<std::uint64_t>(seeds[row]), &best);
-    };
-    for (std::int64_t begin = 0; begin < vocab_size; begin += kTokens) take(begin);
-    if (best.token >= 0) tokens[row] = best.token;
+// Filled in Python: minisgl_kernels/sampling.py. Columns have an entry for each row.
+struct Draw {
+  const float* logits;  // rows `stride` apart, of which the first vocab_size count
+  std::int64_t stride, vocab_size;
+  const float* temperature;
+  const std::int64_t* top_k;  // null: no row has this limit; so for the next two
+  const double *top_p, *min_p;
+  const std::int64_t *seeds, *positions;
+  std::int64_t* tokens;  // ids of the largest logits; overwritten unless a row has NaN or +inf
+};
+
+// Draws for one row; rows may be drawn by several threads.
+extern "C" void draw_row(const void* of, std::int64_t row) {
+  const Draw& d = *static_cast<const Draw*>(of);
+  const float* x = d.logits + row * d.stride;
+  const float largest = x[d.tokens[row]], temperature = d.temperature[row];
+  if (!std::isfinite(largest)) return;
+  float least = -std::numeric_limits<float>::infinity();
+  std::int64_t last = d.vocab_size;
+  const std::int64_t top_k = d.top_k == nullptr ? d.vocab_size : d.top_k[row];
+  const double top_p = d.top_p == nullptr ? 1.0 : d.top_p[row];
+  if (top_k < d.vocab_size || top_p < 1) {
+    thread_local minisgl::FilterBounds bounds;
+    bounds.find(x, d.vocab_size, largest, temperature, top_k, top_p, &least, &last);
   }
+  const float floor = d.min_p == nullptr ? least : static_cast<float>(std::log(d.min_p[row]));
+  if (floor > least) least = floor, last = d.vocab_size;
+  Best best;
+  for (std::int64_t begin = 0; begin < d.vocab_size; begin += kTokens) {
+    scan(x, begin, std::min<std::int64_t>(kTokens, d.vocab_size - begin), largest, temperature,
+         least, last, static_cast<std::uint32_t>(d.positions[row]),
+         static_cast<std::uint64_t>(d.seeds[row]), &best);
+  }
+  if (best.token >= 0) d.tokens[row] = best.token;
+}
+
+extern "C" void draw_rows(const void* of, std::int64_t rows) {
+  for (std::int64_t row = 0; row < rows; ++row) draw_row(of, row);
 }

@@ -14,7 +14,7 @@ from minisgl.engine.filters import ROWS_AT_ONCE, Ranks, bounds
 from minisgl_kernels.build import KernelUnavailable
 from minisgl_kernels.filter_bounds import filter_bounds_function
 from minisgl_kernels.sample import sample_function
-from minisgl_kernels.sampling import gumbel_draw_function
+from minisgl_kernels.sampling import EachRow, gumbel_draw_function
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,25 +54,29 @@ class DrawBatch:
         return self.top_k is not None or self.top_p is not None or self.min_p is not None
 
 
-def draw(logits: Tensor, largest: Tensor, batch: DrawBatch) -> Tensor:
+def draw(
+    logits: Tensor, largest: Tensor, batch: DrawBatch, threads: EachRow | None = None
+) -> Tensor:
     """One token [n] int64 for each row of `logits` [n, V] float32.
 
     `largest` [n] int64 are the ids of the largest logits: the answer where a row has NaN or +inf.
+    `threads` share the rows on a CPU.
     """
     if logits.is_cuda:
         return _draw_on_cuda(logits, largest, batch)
     kernel = gumbel_draw_function() if logits.is_cpu else None
     if kernel is None:
         return draw_reference(logits, largest, batch)
-    n, vocab_size = logits.shape
-    least = torch.full((n,), -torch.inf)
-    last = torch.full((n,), vocab_size)
-    if batch.limits:
-        y = _shifted(logits, largest, batch.temperature)
-        least, last = bounds(y, batch.top_k, batch.top_p, batch.min_p)
     tokens = largest.clone()
-    columns = (batch.temperature, least, last, batch.seeds, batch.positions, tokens)
-    kernel(logits.numpy(), *(column.numpy() for column in columns))
+    limits = (
+        None if limit is None else limit.numpy()
+        for limit in (batch.top_k, batch.top_p, batch.min_p)
+    )  # fmt: skip
+    kernel(
+        logits.numpy(), threads, **dict(zip(("top_k", "top_p", "min_p"), limits, strict=True)),
+        temperature=batch.temperature.numpy(), seeds=batch.seeds.numpy(),
+        positions=batch.positions.numpy(), tokens=tokens.numpy(),
+    )  # fmt: skip
     return tokens
 
 

@@ -118,6 +118,8 @@ class Engine(StepEngine):
                     "not enough memory for the sampling tables; use a lower "
                     f"--max-running-requests ({error})"
                 ) from error
+            if network.packed is not None:
+                sampler.threads = network.packed.each_row
             self._dtype, self._model, self._kv_heads = dtype, model, heads.kv.local
             if self._on_cuda:
                 self._start_cuda(network, attention, sampler, free_before, sharing)

@@ -84,7 +84,8 @@ class HostRunner:
             last_indices=self._tensor(np.cumsum(lengths, dtype=np.int64) - 1),
             is_decode=step.is_decode,
         )
-        parts.attention.prepare_metadata(batch)
+        if parts.model.packed is None:  # else attention is a part of the model's one call
+            parts.attention.prepare_metadata(batch)
         logits = parts.model.forward(batch, parts.attention, parts.pool)
         sampling = parts.sampler.prepare(step.rows, step.output_pos, step.samples)
         sample = parts.sampler.sample(logits, sampling)

@@ -21,7 +21,7 @@ from minisgl.engine.penalties import BiasBatch, BiasState, PenaltyBatch, Penalty
 from minisgl.engine.sampling_table import SamplingTable
 from minisgl.engine.staging import upload
 from minisgl.messages import SamplingParams
-from minisgl_kernels.sampling import gumbel_draw_function
+from minisgl_kernels.sampling import EachRow, gumbel_draw_function
 
 Ids = npt.NDArray[np.int32]
 Rows = npt.NDArray[np.integer]
@@ -60,6 +60,8 @@ class Sampler:
         self.table = SamplingTable(max_rows)
         self._penalties = PenaltyState(vocab_size, self._device)
         self._biases = BiasState(vocab_size, self._device)
+        self.threads: EachRow | None = None
+        """What shares the rows of a batch among threads on a CPU; None: one draws for all."""
         if self._device.type == "cpu":
             gumbel_draw_function()  # compiled now, and not in the first step that draws
 
@@ -137,10 +139,10 @@ class Sampler:
         tokens = _most_likely(logits)
         if batch.draw is not None:
             if batch.draw.index is None:
-                tokens = draw(logits, tokens, batch.draw)
+                tokens = draw(logits, tokens, batch.draw, self.threads)
             else:
                 index = batch.draw.index
-                tokens[index] = draw(logits[index], tokens[index], batch.draw)
+                tokens[index] = draw(logits[index], tokens[index], batch.draw, self.threads)
         if batch.penalties is not None:
             self._penalties.count(tokens, batch.penalties)
         logprobs = None
