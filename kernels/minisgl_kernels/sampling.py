@@ -55,8 +55,8 @@ def gumbel_draw_function() -> Draw | None:
 
         The columns [n] are `temperature`, `top_k`, `top_p` and `min_p` as `bounds` of
         minisgl/engine/filters takes them (None: no row has that limit), `seeds`, `positions`, and
-        `tokens`, which holds the ids of the largest logits and is overwritten. `each_row` computes rows
-        on several threads. Raises `TypeError` for other types and shapes.
+        `tokens`, which holds the ids of the largest logits and is overwritten. `each_row` shares
+        the rows among threads. Raises `TypeError` for other types and shapes.
         """
         n, vocab_size = logits.shape
         if logits.dtype != np.float32 or logits.strides[1] != 4 or logits.strides[0] % 4:
