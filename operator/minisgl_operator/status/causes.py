@@ -1,7 +1,7 @@
 """Why something does not work: each trouble of an object, with the reason that conditions name and
 a sentence that names the child and carries the words of who knows (scheduler, kubelet, server)."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from minisgl_operator import names
@@ -228,6 +228,13 @@ def _mounts(pod: Pod, claim: str) -> bool:
 
 
 def _pods(survey: Survey) -> Iterator[Trouble]:
+    defaults: set[str] = set()
+    if survey.observed.obj.spec.image is None:
+        defaults = {
+            (live["metadata"].get("annotations") or {}).get(names.IMAGE, "")
+            for key, live in survey.observed.live.items()
+            if key.kind == "ControllerRevision"
+        }
     for pod in survey.pods:
         if pod.deleting is not None:
             continue
@@ -237,13 +244,14 @@ def _pods(survey: Survey) -> Iterator[Trouble]:
             elif pod.condition("PodScheduled"):
                 yield Trouble("InsufficientCapacity", said)
             continue
-        yield from _containers(pod)
+        yield from _containers(pod, defaults)
         event = survey.observed.warnings.get(Key("Pod", pod.name))
         if event and event.reason in _MOUNT and pod.phase == "Pending":
             yield Trouble("VolumeUnavailable", f"pod {pod.name}: {event.message}")
 
 
-def _containers(pod: Pod) -> Iterator[Trouble]:
+def _containers(pod: Pod, defaults: Collection[str]) -> Iterator[Trouble]:
+    """`defaults`: images that revisions have because the object names none."""
     for status in [*pod.containers(init=True), *pod.containers()]:
         waiting = (status.get("state") or {}).get("waiting") or {}
         reason, said = waiting.get("reason", ""), waiting.get("message") or ""
@@ -251,6 +259,8 @@ def _containers(pod: Pod) -> Iterator[Trouble]:
         text = f"{where}: {said}" if said else where
         if reason in _PULL:
             image = status.get("image", "")
+            if image and image in defaults:
+                image += " (the default when this revision was made; restartedAt takes today's)"
             yield Trouble("ImagePullFailed", f"image {image}: {text}" if image else text)
         elif reason in _CONFIG:
             yield Trouble("InvalidPodTemplate", text)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from minisgl_operator import names
 from minisgl_operator.observed import Bus, Key, Observed, Refusal, Warning, Worker
 from minisgl_operator.status import status, url
 from minisgl_operator.status.conditions import TYPES
@@ -286,6 +287,20 @@ def test_a_container_that_cannot_start_degrades(state: str, reason: str) -> None
     found = told(made)
     assert conditions(found)["Degraded"] == ("True", reason)
     assert "the kubelet's words" in message(found, "Degraded")
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_default_image_that_cannot_be_pulled_says_how_another_is_taken(named: bool) -> None:
+    made = world(image="registry.example.com/own:1" if named else None)
+    (image,) = (
+        live["metadata"]["annotations"][names.IMAGE]
+        for key, live in made.live.items()
+        if key.kind == "ControllerRevision"
+    )
+    made.rank_pods()[0]["status"]["containerStatuses"] = [
+        waiting("ErrImagePull", "no such image") | {"image": image}
+    ]
+    assert ("restartedAt" in message(told(made), "Degraded")) is not named
 
 
 def test_a_claim_that_one_node_only_may_mount_says_why() -> None:
