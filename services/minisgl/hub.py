@@ -164,8 +164,10 @@ def _checked_download(model: str, revision: str | None, folder: Path) -> Path:
 @contextlib.contextmanager
 def _told(model: str, revision: str | None) -> Iterator[None]:
     """Turns what the hub's client raises into one line for the user."""
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
+    # A host that cannot be reached, in the words of the HTTP client that this version uses.
+    http_error = getattr(errors, "HTTPError", OSError)
     at = _at(model, revision)
     try:
         yield
@@ -182,17 +184,19 @@ def _told(model: str, revision: str | None) -> Iterator[None]:
         ) from error
     except errors.LocalEntryNotFoundError as error:
         raise StartError(
-            f"model {at!r} is neither a folder here nor in the download cache, and the hub cannot "
-            "be reached (or HF_HUB_OFFLINE is set)"
+            f"model {at!r} is neither a folder here nor in the download cache, and the hub "
+            f"{constants.ENDPOINT} cannot be reached (or HF_HUB_OFFLINE is set)"
         ) from error
-    except (errors.HfHubHTTPError, OSError, ValueError) as error:
+    except (errors.HfHubHTTPError, http_error, OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise SpaceError(f"model {at!r} does not fit on the disk: {reason}") from error
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status in (401, 403):
             raise TokenError(f"model {at!r}: the hub refuses the token: {reason}") from error
-        raise StartError(f"model {at!r} could not be downloaded: {reason}") from error
+        raise StartError(
+            f"model {at!r} could not be downloaded from {constants.ENDPOINT}: {reason}"
+        ) from error
 
 
 def read_json(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:

@@ -179,6 +179,18 @@ def test_what_cannot_be_downloaded_is_said_in_one_line(
     assert got == code and words in err and len(err.splitlines()) == 1
 
 
+@pytest.mark.parametrize("flags", [[], ["--only-commit"]])
+@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", "http://nowhere.invalid"])
+def test_a_hub_that_cannot_be_reached_is_named_in_one_line(
+    tmp_path: Path, endpoint: str, flags: list[str]
+) -> None:
+    download = Download(endpoint, tmp_path)
+    code, _, err = download.run(*flags)
+    assert code == 1 and len(err.splitlines()) == 1
+    assert endpoint in err and "'org/model" in err
+    assert endpoint in download.result.read_text()
+
+
 def test_a_killed_download_leaves_no_marker_and_is_continued(hub: Hub, download: Download) -> None:
     commit = hub.add("org/model", FILES)
     process = download.start()
