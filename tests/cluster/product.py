@@ -90,11 +90,13 @@ class Operator:
         self.wait()
 
     def wait(self) -> None:
-        """Until the operator's Deployment is as it should be."""
-        self.kubectl(
-            "rollout", "status", f"deployment/{RELEASE}", f"--namespace={SYSTEM}",
-            "--timeout=120s", seconds=130,
-        )  # fmt: skip
+        """Until the operator's Deployment is as it should be, and no older pod acts any more."""
+        where = (f"deployment/{RELEASE}", f"--namespace={SYSTEM}")
+        self.kubectl("rollout", "status", *where, "--timeout=120s", seconds=130)
+        wanted = int(self.kubectl.get(*where)["spec"]["replicas"])
+        self.kubectl.wait_for(
+            "older operators are gone", lambda: len(self.pods()) == wanted, 60, "pods -A"
+        )
 
     def scale(self, replicas: int) -> None:
         """Stop the operator (0), or start it again, and wait for that."""
