@@ -159,6 +159,10 @@ class Engine(StepEngine):
     def measure_busy(self) -> None:
         self._live.measure_busy()
 
+    def take_phases(self) -> dict[str, float]:
+        packed = self._live.parts.model.packed
+        return {} if packed is None else packed.take_seconds()
+
     def close(self) -> None:
         if self._runner is None:
             return

@@ -113,5 +113,10 @@ class StepEngine(ABC):
     def measure_busy(self) -> None:  # noqa: B027 (nothing is computed)
         """Begin to count `busy`."""
 
+    def take_phases(self) -> dict[str, float]:
+        """Seconds of each phase of the CPU's kernels since the last call. The first one begins to
+        count and has nothing yet; where torch or a GPU computes, there is never anything."""
+        return {}
+
     def close(self) -> None:  # noqa: B027 (nothing to free)
         """Give the memory back; no step may follow. Harmless when repeated."""

@@ -147,6 +147,11 @@ class LLM:
                 outputs = [self._collector.take(uid) for uid in uids]
             return outputs
 
+    def take_phases(self) -> dict[str, float]:
+        """Seconds of each phase of this rank's CPU kernels since the last call, for benchmarks. The
+        first call begins to count; nothing ever comes where torch or a GPU computes."""
+        return self._engine.take_phases()
+
     def close(self) -> None:
         """End the other ranks and free the memory. Harmless when repeated."""
         self._closers.close()

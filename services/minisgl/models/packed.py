@@ -38,8 +38,7 @@ class PackedDecoder:
         self._memory = PackedMemory()
         self.nbytes = 0
         """Of packed weights and the table of angles."""
-        self.seconds: npt.NDArray[np.float64] | None = None
-        """[PHASES]: set it, and what phases take is added up."""
+        self._seconds: npt.NDArray[np.float64] | None = None
         layers = [self._layer(layer, mlp, int8) for layer, mlp in network.model.dense_layers]
         embedding: torch.Tensor | None = network.model.embed_tokens.weight
         if config.tie_word_embeddings:
@@ -60,7 +59,7 @@ class PackedDecoder:
         return self._decoder.step(
             ids=batch.input_ids, positions=batch.positions, slots=batch.out_loc, rows=batch.rows,
             before=batch.cached_lens, after=batch.device_lens, page_table=batch.page_table,
-            pool=pool.buffer, seconds=self.seconds,
+            pool=pool.buffer, seconds=self._seconds,
         )  # fmt: skip
 
     def each_row(self, function: int, argument: int, rows: int) -> None:
@@ -68,9 +67,10 @@ class PackedDecoder:
         compute steps."""
         self._decoder.each_row(function, argument, rows)
 
-    def profile(self) -> dict[str, float]:
-        """Seconds by phase since `seconds` was set."""
-        return {} if self.seconds is None else dict(zip(PHASES, self.seconds, strict=True))
+    def take_seconds(self) -> dict[str, float]:
+        """What phases took since the last call; the first one begins to count, and has nothing."""
+        last, self._seconds = self._seconds, np.zeros(len(PHASES))
+        return {} if last is None else dict(zip(PHASES, last.tolist(), strict=True))
 
     def _layer(self, layer: "DecoderLayer", mlp: "MLP", int8: bool) -> LayerWeights:
         attention = layer.self_attn

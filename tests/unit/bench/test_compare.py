@@ -15,6 +15,7 @@ from minisgl.bench.compare import command, report
 from minisgl.bench.compare.contender import Cell, Contender, Failed, Grid, Times, run_command
 from minisgl.bench.compare.worker import EXTRA_TOKENS, Marks, Task
 from minisgl.config import StartError, UsageError
+from minisgl_kernels.cpu_decoder import PHASES, cpu_decoder_available
 from tests import tiny
 from tests.support import is_running, wait_until
 
@@ -185,6 +186,19 @@ def test_the_table_has_a_line_for_each_cell_and_columns_for_each_rival() -> None
     assert "times" not in alone and len(alone.splitlines()) == 5
 
 
+def test_phases_stand_in_milliseconds_beside_their_sum() -> None:
+    rows = [
+        {"phase": phase, "batch": 1, "prompt_tokens": 8, "seconds": {"qkv": 0.002, "rest": time}}
+        for phase, time in (("prefill", 0.001), ("decode", 0.0005))
+    ]
+    lines = [line.split() for line in report.phase_table(rows).splitlines()]
+    assert lines == [
+        ["ms", "batch", "prompt", "qkv", "rest", "all"],
+        ["decode", "1", "8", "2.000", "0.500", "2.500"],
+        ["prefill", "1", "8", "2.000", "1.000", "3.000"],
+    ]
+
+
 @pytest.mark.parametrize("batches", [(1, 4), (1, 2, 4, 8, 16)])
 def test_the_picture_is_a_png(tmp_path: Path, batches: tuple[int, ...]) -> None:
     grid = Grid(batches, (100, 200), 50)
@@ -224,6 +238,23 @@ def test_the_engine_is_measured_beside_transformers(
     assert plot.read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
     assert "round 2, transformers" in shown and "medians of 2 rounds" in shown
+
+
+def test_where_the_time_goes_is_told_or_why_it_is_not_known(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report_file = tmp_path / "report.json"
+    grid = ("--batches", "2", "--contexts", "8", "--output-tokens", "2", "--repeat", "1")
+    flags = ("--model", str(small), *grid, "--phases", "--json", str(report_file))
+    with pytest.raises(StartError, match="torch computes here"):
+        run(*flags, "--attention-backend", "torch")
+    if not cpu_decoder_available():
+        pytest.skip("the kernels of the CPU do not compile here")
+    assert run(*flags) == 0
+    phases = json.loads(report_file.read_text())["phases"]
+    assert [line["phase"] for line in phases] == ["prefill", "decode"]
+    assert all(list(line["seconds"]) == [*PHASES, "rest"] for line in phases)
+    assert "attention" in capsys.readouterr().out
 
 
 def test_a_rival_that_fails_makes_the_exit_code_1(

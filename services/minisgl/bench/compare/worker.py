@@ -1,4 +1,4 @@
-"""`python -m minisgl.bench.compare.worker SYSTEM TASK`: one system in a process of its own.
+"""`python -m minisgl.bench.compare.worker WORK TASK`: one system in a process of its own.
 
 Each cell of the grid is computed twice on other prompts: first with few output tokens, untimed.
 All systems count alike. Prefill is over when every sequence has its first token; decoding is what
@@ -93,6 +93,37 @@ def own(task: Task) -> None:
             return Times(prefill, count.seconds)
 
         print_times(task, timer)
+
+
+def phases(task: Task) -> None:
+    """Where the engine's time goes, by the phases of its CPU kernels: for each cell seconds of the
+    prefill and of a decode step, with the rest of what `generate` took. Prints nothing where torch
+    computes."""
+    from minisgl.llm import LLM
+    from minisgl.messages import SamplingParams
+
+    with LLM(task.model, **task.options) as llm:
+
+        def seconds(prompts: Prompts, tokens: int) -> dict[str, float]:
+            sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+            llm.take_phases()
+            began = time.perf_counter()
+            llm.generate(prompts, sampling)
+            whole = time.perf_counter() - began
+            found = llm.take_phases()
+            found["rest"] = whole - sum(found.values())
+            return {name: value / tokens for name, value in found.items()}
+
+        for cell in task.grid.cells:
+            prompts = task.prompts(cell)
+            seconds(next(prompts), WARM_UP_TOKENS)
+            counted = next(prompts)
+            # Decoding comes with the prompts in the prefix cache: their step is like any other.
+            for phase, tokens in (("prefill", 1), ("decode", task.grid.output_tokens)):
+                found = seconds(counted, tokens)
+                if len(found) > 1:
+                    line = {"phase": phase, "seconds": found}
+                    print(json.dumps(dataclasses.asdict(cell) | line), flush=True)
 
 
 @dataclass(slots=True)
@@ -218,18 +249,19 @@ def llama_context(grid: Grid) -> int:
     return max(grid.batches) * -(-grid.longest // 256) * 256
 
 
-def worker_command(system: str, task: Task) -> tuple[str, ...]:
+def worker_command(work: str, task: Task) -> tuple[str, ...]:
     """The command line of a worker, with the interpreter that runs now."""
     # -P: a file torch.py in the user's folder must not be imported in place of the real one.
-    return (sys.executable, "-P", "-m", "minisgl.bench.compare.worker", system, task.dumps())
+    return (sys.executable, "-P", "-m", "minisgl.bench.compare.worker", work, task.dumps())
 
 
-SYSTEMS: dict[str, Callable[[Task], None]] = {
+WORK: dict[str, Callable[[Task], None]] = {
     "minisgl": own,
+    "phases": phases,
     "transformers": transformers,
     "llama.cpp": llama,
 }
 
 
 if __name__ == "__main__":
-    SYSTEMS[sys.argv[1]](Task.loads(sys.argv[2]))
+    WORK[sys.argv[1]](Task.loads(sys.argv[2]))
