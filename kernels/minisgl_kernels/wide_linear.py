@@ -117,7 +117,7 @@ def wide_add_reference(
 def wide_linear(
     x: torch.Tensor | Normed, weight: torch.Tensor, *, norm: torch.Tensor | None = None,
     eps: float = 0.0, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None,
-    silu: bool = False, blocks: Blocks | None = None,
+    silu: bool = False, blocks: Blocks | None = None, ahead: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """`x @ weight.T + bias` for x [M, K] of 1 to 256 tokens and weight [N, K]: [M, N].
 
@@ -127,19 +127,20 @@ def wide_linear(
     bfloat16; K is a multiple of 64 and the result's width one of 8. Raises `KernelUnavailable`.
     """
     if isinstance(x, Normed):
-        return _call(x.x, weight, x.squares, eps, bias, residual, silu, None, blocks)[0]
+        return _call(x.x, weight, x.squares, eps, bias, residual, silu, None, blocks, ahead)[0]
     if norm is not None:
         x = rms_norm(x, norm, eps)
-    return _call(x, weight, None, 0.0, bias, residual, silu, None, blocks)[0]
+    return _call(x, weight, None, 0.0, bias, residual, silu, None, blocks, ahead)[0]
 
 
 def wide_add(
     residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, following: torch.Tensor, *,
     bias: torch.Tensor | None = None, blocks: Blocks | None = None,
+    ahead: torch.Tensor | None = None,
 ) -> Normed:  # fmt: skip
     """`wide_linear` with a residual, and the result made ready for the norm of weight `following`
     [N]."""
-    _, ready = _call(x, weight, None, 0.0, bias, residual, False, following, blocks)
+    _, ready = _call(x, weight, None, 0.0, bias, residual, False, following, blocks, ahead)
     assert ready is not None
     return ready
 
@@ -147,7 +148,7 @@ def wide_add(
 def _call(
     x: torch.Tensor, weight: torch.Tensor, squares: torch.Tensor | None, eps: float,
     bias: torch.Tensor | None, residual: torch.Tensor | None, silu: bool,
-    following: torch.Tensor | None, blocks: Blocks | None,
+    following: torch.Tensor | None, blocks: Blocks | None, ahead: torch.Tensor | None,
 ) -> tuple[torch.Tensor, Normed | None]:  # fmt: skip
     tokens, k = x.shape
     rows = weight.shape[0]
@@ -163,21 +164,28 @@ def _call(
     kernel = _family[width_of(tokens, cut), cut.groups, cut.split, cut.share, mode]
     kernel(
         out, x, weight, bias, squares, eps, following, ready and ready.x, ready and ready.squares,
-        cut.shared,
+        cut.shared, ahead,
     )  # fmt: skip
     return out, ready
 
 
 def width_of(tokens: int, cut: Blocks) -> int:
-    """Tokens that a block has room for."""
-    step = max(TILE, 8 * cut.share)
+    """Tokens that a block has room for; the same for all that round up to one multiple of 16."""
+    tokens, step = -(-tokens // TILE) * TILE, 8 * cut.share
     return -(-tokens // (cut.tiles * step)) * step
 
 
 @functools.cache
 def shape_of_blocks(rows: int, k: int, tokens: int, mode: int) -> Blocks:
-    """The cut that should be fastest for weights [rows, k] and up to so many tokens."""
-    return min(possible_blocks(rows, k, tokens, mode), key=lambda cut: clocks(cut, rows, k, tokens))
+    """The cut that should be fastest for weights [rows, k] and up to so many tokens.
+
+    About 64 blocks: the next product's, with their weights, stand on the other multiprocessors
+    already. Many tokens go in two parts to blocks of more rows: fewer bytes come from the L2 cache.
+    """
+    groups, tiles = (1, 1) if tokens <= 96 else (2, 2)
+    blocks = -(-rows // (ROWS * groups)) * tiles
+    split = next(n for n in (1, 2, 4, 8) if n * blocks > 48 or 2 * n > min(CLUSTER, k // K_STEP))
+    return Blocks(groups, split, 1, tiles)
 
 
 def possible_blocks(rows: int, k: int, tokens: int, mode: int) -> list[Blocks]:
@@ -199,20 +207,6 @@ def possible_blocks(rows: int, k: int, tokens: int, mode: int) -> list[Blocks]:
         if max(stages, sums) + _TAIL <= SHARED_BYTES:
             found.append(cut)
     return found
-
-
-def clocks(cut: Blocks, rows: int, k: int, tokens: int) -> float:
-    """A model of the time: tensor cores, what a multiprocessor can take in, what the L2 cache can
-    give to all, and the sum over blocks."""
-    height, width, chunks = ROWS * cut.groups, width_of(tokens, cut), -(-k // K_STEP // cut.split)
-    row_tiles = -(-rows // height // cut.share) * cut.share
-    blocks = row_tiles * cut.split * cut.tiles
-    waves, at_once = -(-blocks // 128), min(blocks, 128)
-    weights, x = (chunks * lines * 2 * K_STEP for lines in (height, tokens / cut.tiles))
-    products = chunks * 4 * cut.groups * max(width / 2, 16 + width / 4)
-    given = (weights + x / cut.share) * at_once
-    sums = 0.0 if cut.split == 1 else 500 + height * width * 4 / 15
-    return waves * (max(products, (weights / 2 + x) / 55, given / 3300) + sums + 300 * cut.share)
 
 
 @functools.cache

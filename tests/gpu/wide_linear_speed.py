@@ -1,14 +1,16 @@
 """Times of ways to cut a product among blocks, and of a layer's products after each other.
 
-    python -m tests.gpu.wide_linear_speed [0.6b] [14b] [layer]
+    python -m tests.gpu.wide_linear_speed [0.6b] [14b] [layer] [FILE.json]
 
 Microseconds of one product, in a graph of many with weights of their own, so that those come from
 memory. What is best here is what `shape_of_blocks` should choose.
 """
 
+import json
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -18,13 +20,12 @@ from minisgl.bench.device import time_on_device
 from minisgl_kernels.activation import silu_and_mul
 from minisgl_kernels.cuda_build import prepare
 from minisgl_kernels.norm import rms_norm
-from minisgl_kernels.skinny_linear import skinny_linear
 from minisgl_kernels.wide_linear import (
+    ROWS,
     SHARED_BYTES,
     Blocks,
     Normed,
     _family,
-    clocks,
     possible_blocks,
     shape_of_blocks,
     wide_add,
@@ -47,9 +48,13 @@ MODELS = {
     "14b": (Product(7168, 5120, 0), Product(5120, 5120, 1), Product(34816, 5120, 2),
             Product(5120, 17408, 1)),
 }  # fmt: skip
-TOKENS = {"0.6b": (16, 32, 64, 96, 128, 176, 256), "14b": (32, 64, 128, 256)}
-CUTS = {"0.6b": 14, "14b": 7}
-SECONDS = 0.004
+TOKENS = (16, 32, 64, 96, 128, 176, 256)
+SWEPT = {"0.6b": (32, 96, 176, 256), "14b": (32, 128, 256)}
+BLOCKS = {"0.6b": (24, 272), "14b": (56, 560)}
+"""The fewest and the most of a cut that is tried."""
+HALF = 113_000
+"""Shared memory of a block when a multiprocessor holds two."""
+SECONDS = 0.003
 
 
 def made(*shape: int) -> torch.Tensor:
@@ -79,46 +84,49 @@ def library(
     return silu_and_mul(out) if mode == 2 else out
 
 
-def candidates(product: Product, tokens: int, count: int) -> list[Blocks]:
-    cuts = possible_blocks(*product[:2], tokens, product.mode)
-    cuts.sort(key=lambda cut: clocks(cut, *product[:2], tokens))
-    return cuts[:count]
+def candidates(model: str, product: Product, tokens: int) -> list[Blocks]:
+    least, most = BLOCKS[model]
+    found = []
+    for cut in possible_blocks(*product[:2], tokens, product.mode):
+        blocks = -(-product.rows // (ROWS * cut.groups)) * cut.split * cut.tiles
+        few = cut.share == 1 or (cut.share == 2 and cut.tiles <= 2 and model == "0.6b")
+        if least <= blocks <= most and cut.tiles <= 3 and few:
+            found.append(cut)
+    return found
 
 
-def sweep(model: str) -> None:
-    """A line for each product and number of tokens: the best cuts, the model's, and libraries."""
+def sweep(model: str, results: dict[str, dict[str, float]]) -> None:
+    """A line for each product and number of tokens: the best cuts, the rule's, and libraries."""
+    cases = [(product, n) for product in MODELS[model] for n in SWEPT[model]]
     variants = {
         (_family, (width_of(n, cut), cut.groups, cut.split, cut.share, product.mode))
-        for product in MODELS[model] for n in TOKENS[model]
-        for cut in candidates(product, n, CUTS[model])
+        for product, n in cases for cut in candidates(model, product, n)
     }  # fmt: skip
     prepare(variants)
     print(f"{model}: {len(variants)} kernels", flush=True)
     for product in MODELS[model]:
         rows, k, mode = product
-        weights = [made(rows, k) for _ in range(max(3, 200_000_000 // (rows * k * 2)))]
-        for tokens in TOKENS[model]:
+        weights = [made(rows, k) for _ in range(max(3, 150_000_000 // (rows * k * 2)))]
+        for tokens in SWEPT[model]:
             x, residual = made(tokens, k), made(tokens, rows)
             times = {}
-            for cut in candidates(product, tokens, CUTS[model]):
-                for shared in (SHARED_BYTES, 113_000):
+            for cut in candidates(model, product, tokens):
+                for shared in (SHARED_BYTES, HALF) if cut.share == 1 else (SHARED_BYTES,):
                     some = cut._replace(shared=shared)
                     times[some] = time_one(partial(wide, mode, some, residual), x, weights)
             best = sorted(times, key=times.__getitem__)
-            guess = candidates(product, tokens, 1)[0]
+            rule = shape_of_blocks(rows, k, tokens, mode)
             shown = " ".join(
-                f"{times[cut]:.2f}{tuple(cut[:4])}{'' if cut.shared == SHARED_BYTES else 'h'}"
-                for cut in best[:5]
+                f"{times[cut]:.2f}{cut[:4]}{'' if cut.shared == SHARED_BYTES else 'h'}"
+                for cut in best[:7]
             )
-            others = [time_one(partial(library, mode, residual), x, weights)]
-            if tokens <= 64:
-                added = residual if mode == 1 else None
-                few = partial(skinny_linear, residual=added, silu=mode == 2)
-                others.append(time_one(few, x, weights))
+            library_time = time_one(partial(library, mode, residual), x, weights)
             print(
-                f"{rows}x{k} {tokens}: {shown} | model's {times[guess]:.2f}{tuple(guess[:4])}",
-                "| library, skinny", *(f"{t:.2f}" for t in others), flush=True,
+                f"{rows}x{k} {tokens}: {shown} | rule {times.get(rule, 0.0):.2f}{rule[:4]}"
+                f" | library {library_time:.2f}", flush=True,
             )  # fmt: skip
+            found = {" ".join(map(str, cut)): time for cut, time in times.items()}
+            results[f"{rows} {k} {mode} {tokens}"] = {"library": library_time, **found}
 
 
 def layer(model: str) -> None:
@@ -127,17 +135,18 @@ def layer(model: str) -> None:
     count = max(3, 400_000_000 // (2 * sum(p.rows * p.k for p in MODELS[model])))
     layers = [tuple(made(p.rows, p.k) for p in MODELS[model]) for _ in range(count)]
     norm = made(o.rows)
-    for tokens in TOKENS[model]:
+    for tokens in TOKENS:
         h, heads = made(tokens, o.rows), made(tokens, o.k)
         ready: list[Normed | None] = [None]
 
-        def ours(*weights: torch.Tensor) -> None:
+        def ours(ahead: bool, *weights: torch.Tensor) -> None:
+            following = (*weights[1:], weights[0]) if ahead else (None,) * 4
             before = ready[0]  # noqa: B023
             x: torch.Tensor | Normed = rms_norm(h, norm, 1e-6) if before is None else before  # noqa: B023
             wide_linear(x, weights[0], eps=1e-6)
-            x = wide_add(h, heads, weights[1], norm)  # noqa: B023
-            x = wide_linear(x, weights[2], eps=1e-6, silu=True)
-            ready[0] = wide_add(h, x, weights[3], norm)  # noqa: B023
+            x = wide_add(h, heads, weights[1], norm, ahead=following[1])  # noqa: B023
+            x = wide_linear(x, weights[2], eps=1e-6, silu=True, ahead=following[2])
+            ready[0] = wide_add(h, x, weights[3], norm, ahead=following[3])  # noqa: B023
 
         def theirs(*weights: torch.Tensor) -> None:
             F.linear(rms_norm(h, norm, 1e-6), weights[0])  # noqa: B023
@@ -151,21 +160,26 @@ def layer(model: str) -> None:
             for cut in [shape_of_blocks(p.rows, p.k, -(-tokens // 16) * 16, p.mode)]
         )
         found = []
-        for way in (ours, theirs):
+        for way in (partial(ours, False), partial(ours, True), theirs):
             h.copy_(made(tokens, o.rows))
             found.append(1e6 * time_on_device(way, layers, 0.01))
-        print(f"layer of {model}, {tokens} tokens: {found[0]:.1f} us, library {found[1]:.1f}",
-              flush=True)  # fmt: skip
+        print(
+            f"layer of {model}, {tokens} tokens: {found[0]:.1f} us, fetching ahead {found[1]:.1f},"
+            f" library {found[2]:.1f}", flush=True,
+        )  # fmt: skip
 
 
-def main(names: list[str]) -> None:
+def main(arguments: list[str]) -> None:
     torch.manual_seed(0)
-    for model in MODELS:
-        if model in names or not names:
-            layer(model)
-    for model in MODELS:
-        if (model in names or not names) and "layer" not in names:
-            sweep(model)
+    files = [Path(name) for name in arguments if name.endswith(".json")]
+    models = [name for name in arguments if name in MODELS] or list(MODELS)
+    results: dict[str, dict[str, float]] = {}
+    for model in models:
+        layer(model)
+    for model in models if "layer" not in arguments else ():
+        sweep(model, results)
+        for file in files:
+            file.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

@@ -115,12 +115,22 @@ __device__ inline void publish_memory() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
+// Bytes of the device's memory to the L2 cache: multiples of 16, and aligned so.
+__device__ inline void prefetch_bytes(const char* from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 __device__ inline void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 __device__ inline void arrive_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+// The same, but what this thread wrote need not be seen: it does not wait for its loads, either.
+__device__ inline void arrive_cluster_early() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
 __device__ inline void wait_cluster() {
@@ -166,71 +176,118 @@ __device__ inline void wait_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(COUNT) : "memory");
 }
 
-// d [64, 16 SIXTEENS] += a [64, 16] b [16 SIXTEENS, 16]^T, by the four warps of a warpgroup: warp w
-// has rows 16 w and on, as `product` has them, and in d[4 n] and on columns 8 n to 8 n + 7.
-template <int SIXTEENS>
-__device__ void multiply(float (&d)[8 * SIXTEENS], uint64_t a, uint64_t b);
+// d [64, 8 EIGHTS] += a [64, 16] b [8 EIGHTS, 16]^T, by the four warps of a warpgroup: warp w has rows
+// 16 w and on, as `product` has them, and in d[4 n] to d[4 n + 3] columns 8 n to 8 n + 7.
+template <int EIGHTS>
+__device__ void multiply(float (&d)[4 * EIGHTS], uint64_t a, uint64_t b);
 
 // clang-format off
-#define AT_1 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define AT_2 AT_1 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define AT_3 AT_2 ", %16, %17, %18, %19, %20, %21, %22, %23"
-#define AT_4 AT_3 ", %24, %25, %26, %27, %28, %29, %30, %31"
-#define AT_5 AT_4 ", %32, %33, %34, %35, %36, %37, %38, %39"
-#define AT_6 AT_5 ", %40, %41, %42, %43, %44, %45, %46, %47"
-#define AT_7 AT_6 ", %48, %49, %50, %51, %52, %53, %54, %55"
-#define AT_8 AT_7 ", %56, %57, %58, %59, %60, %61, %62, %63"
-#define AT_9 AT_8 ", %64, %65, %66, %67, %68, %69, %70, %71"
-#define AT_10 AT_9 ", %72, %73, %74, %75, %76, %77, %78, %79"
-#define AT_11 AT_10 ", %80, %81, %82, %83, %84, %85, %86, %87"
-#define AT_12 AT_11 ", %88, %89, %90, %91, %92, %93, %94, %95"
-#define AT_13 AT_12 ", %96, %97, %98, %99, %100, %101, %102, %103"
-#define AT_14 AT_13 ", %104, %105, %106, %107, %108, %109, %110, %111"
-#define AT_15 AT_14 ", %112, %113, %114, %115, %116, %117, %118, %119"
-#define AT_16 AT_15 ", %120, %121, %122, %123, %124, %125, %126, %127"
-#define EIGHT(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
-                 "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define D_1 EIGHT(0)
-#define D_2 D_1, EIGHT(8)
-#define D_3 D_2, EIGHT(16)
-#define D_4 D_3, EIGHT(24)
-#define D_5 D_4, EIGHT(32)
-#define D_6 D_5, EIGHT(40)
-#define D_7 D_6, EIGHT(48)
-#define D_8 D_7, EIGHT(56)
-#define D_9 D_8, EIGHT(64)
-#define D_10 D_9, EIGHT(72)
-#define D_11 D_10, EIGHT(80)
-#define D_12 D_11, EIGHT(88)
-#define D_13 D_12, EIGHT(96)
-#define D_14 D_13, EIGHT(104)
-#define D_15 D_14, EIGHT(112)
-#define D_16 D_15, EIGHT(120)
+#define AT_1 "%0, %1, %2, %3"
+#define AT_2 AT_1 ", %4, %5, %6, %7"
+#define AT_3 AT_2 ", %8, %9, %10, %11"
+#define AT_4 AT_3 ", %12, %13, %14, %15"
+#define AT_5 AT_4 ", %16, %17, %18, %19"
+#define AT_6 AT_5 ", %20, %21, %22, %23"
+#define AT_7 AT_6 ", %24, %25, %26, %27"
+#define AT_8 AT_7 ", %28, %29, %30, %31"
+#define AT_9 AT_8 ", %32, %33, %34, %35"
+#define AT_10 AT_9 ", %36, %37, %38, %39"
+#define AT_11 AT_10 ", %40, %41, %42, %43"
+#define AT_12 AT_11 ", %44, %45, %46, %47"
+#define AT_13 AT_12 ", %48, %49, %50, %51"
+#define AT_14 AT_13 ", %52, %53, %54, %55"
+#define AT_15 AT_14 ", %56, %57, %58, %59"
+#define AT_16 AT_15 ", %60, %61, %62, %63"
+#define AT_17 AT_16 ", %64, %65, %66, %67"
+#define AT_18 AT_17 ", %68, %69, %70, %71"
+#define AT_19 AT_18 ", %72, %73, %74, %75"
+#define AT_20 AT_19 ", %76, %77, %78, %79"
+#define AT_21 AT_20 ", %80, %81, %82, %83"
+#define AT_22 AT_21 ", %84, %85, %86, %87"
+#define AT_23 AT_22 ", %88, %89, %90, %91"
+#define AT_24 AT_23 ", %92, %93, %94, %95"
+#define AT_25 AT_24 ", %96, %97, %98, %99"
+#define AT_26 AT_25 ", %100, %101, %102, %103"
+#define AT_27 AT_26 ", %104, %105, %106, %107"
+#define AT_28 AT_27 ", %108, %109, %110, %111"
+#define AT_29 AT_28 ", %112, %113, %114, %115"
+#define AT_30 AT_29 ", %116, %117, %118, %119"
+#define AT_31 AT_30 ", %120, %121, %122, %123"
+#define AT_32 AT_31 ", %124, %125, %126, %127"
+#define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define D_1 FOUR(0)
+#define D_2 D_1, FOUR(4)
+#define D_3 D_2, FOUR(8)
+#define D_4 D_3, FOUR(12)
+#define D_5 D_4, FOUR(16)
+#define D_6 D_5, FOUR(20)
+#define D_7 D_6, FOUR(24)
+#define D_8 D_7, FOUR(28)
+#define D_9 D_8, FOUR(32)
+#define D_10 D_9, FOUR(36)
+#define D_11 D_10, FOUR(40)
+#define D_12 D_11, FOUR(44)
+#define D_13 D_12, FOUR(48)
+#define D_14 D_13, FOUR(52)
+#define D_15 D_14, FOUR(56)
+#define D_16 D_15, FOUR(60)
+#define D_17 D_16, FOUR(64)
+#define D_18 D_17, FOUR(68)
+#define D_19 D_18, FOUR(72)
+#define D_20 D_19, FOUR(76)
+#define D_21 D_20, FOUR(80)
+#define D_22 D_21, FOUR(84)
+#define D_23 D_22, FOUR(88)
+#define D_24 D_23, FOUR(92)
+#define D_25 D_24, FOUR(96)
+#define D_26 D_25, FOUR(100)
+#define D_27 D_26, FOUR(104)
+#define D_28 D_27, FOUR(108)
+#define D_29 D_28, FOUR(112)
+#define D_30 D_29, FOUR(116)
+#define D_31 D_30, FOUR(120)
+#define D_32 D_31, FOUR(124)
 #define MULTIPLY(n, tokens, at_a, at_b)                                                           \
   template <>                                                                                     \
-  __device__ inline void multiply<n>(float (&d)[8 * n], uint64_t a, uint64_t b) {                 \
+  __device__ inline void multiply<n>(float (&d)[4 * n], uint64_t a, uint64_t b) {                 \
     asm volatile("{.reg .pred more; setp.eq.u32 more, 0, 0; wgmma.mma_async.sync.aligned.m64n"    \
                  tokens "k16.f32.bf16.bf16 {" AT_##n "}, " at_a ", " at_b ", more, 1, 1, 0, 0;}"  \
                  : D_##n : "l"(a), "l"(b));                                                       \
   }
-MULTIPLY(1, "16", "%8", "%9")
-MULTIPLY(2, "32", "%16", "%17")
-MULTIPLY(3, "48", "%24", "%25")
-MULTIPLY(4, "64", "%32", "%33")
-MULTIPLY(5, "80", "%40", "%41")
-MULTIPLY(6, "96", "%48", "%49")
-MULTIPLY(7, "112", "%56", "%57")
-MULTIPLY(8, "128", "%64", "%65")
-MULTIPLY(9, "144", "%72", "%73")
-MULTIPLY(10, "160", "%80", "%81")
-MULTIPLY(11, "176", "%88", "%89")
-MULTIPLY(12, "192", "%96", "%97")
-MULTIPLY(13, "208", "%104", "%105")
-MULTIPLY(14, "224", "%112", "%113")
-MULTIPLY(15, "240", "%120", "%121")
-MULTIPLY(16, "256", "%128", "%129")
+MULTIPLY(1, "8", "%4", "%5")
+MULTIPLY(2, "16", "%8", "%9")
+MULTIPLY(3, "24", "%12", "%13")
+MULTIPLY(4, "32", "%16", "%17")
+MULTIPLY(5, "40", "%20", "%21")
+MULTIPLY(6, "48", "%24", "%25")
+MULTIPLY(7, "56", "%28", "%29")
+MULTIPLY(8, "64", "%32", "%33")
+MULTIPLY(9, "72", "%36", "%37")
+MULTIPLY(10, "80", "%40", "%41")
+MULTIPLY(11, "88", "%44", "%45")
+MULTIPLY(12, "96", "%48", "%49")
+MULTIPLY(13, "104", "%52", "%53")
+MULTIPLY(14, "112", "%56", "%57")
+MULTIPLY(15, "120", "%60", "%61")
+MULTIPLY(16, "128", "%64", "%65")
+MULTIPLY(17, "136", "%68", "%69")
+MULTIPLY(18, "144", "%72", "%73")
+MULTIPLY(19, "152", "%76", "%77")
+MULTIPLY(20, "160", "%80", "%81")
+MULTIPLY(21, "168", "%84", "%85")
+MULTIPLY(22, "176", "%88", "%89")
+MULTIPLY(23, "184", "%92", "%93")
+MULTIPLY(24, "192", "%96", "%97")
+MULTIPLY(25, "200", "%100", "%101")
+MULTIPLY(26, "208", "%104", "%105")
+MULTIPLY(27, "216", "%108", "%109")
+MULTIPLY(28, "224", "%112", "%113")
+MULTIPLY(29, "232", "%116", "%117")
+MULTIPLY(30, "240", "%120", "%121")
+MULTIPLY(31, "248", "%124", "%125")
+MULTIPLY(32, "256", "%128", "%129")
 #undef MULTIPLY
-#undef EIGHT
+#undef FOUR
 #undef AT_1
 #undef D_1
 #undef AT_2
@@ -263,6 +320,38 @@ MULTIPLY(16, "256", "%128", "%129")
 #undef D_15
 #undef AT_16
 #undef D_16
+#undef AT_17
+#undef D_17
+#undef AT_18
+#undef D_18
+#undef AT_19
+#undef D_19
+#undef AT_20
+#undef D_20
+#undef AT_21
+#undef D_21
+#undef AT_22
+#undef D_22
+#undef AT_23
+#undef D_23
+#undef AT_24
+#undef D_24
+#undef AT_25
+#undef D_25
+#undef AT_26
+#undef D_26
+#undef AT_27
+#undef D_27
+#undef AT_28
+#undef D_28
+#undef AT_29
+#undef D_29
+#undef AT_30
+#undef D_30
+#undef AT_31
+#undef D_31
+#undef AT_32
+#undef D_32
 // clang-format on
 
 }  // namespace minisgl

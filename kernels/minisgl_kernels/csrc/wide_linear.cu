@@ -24,7 +24,7 @@ namespace {
 
 using T = __nv_bfloat16;
 
-// Macros: TOKENS (a multiple of 16 to 256, and of 8 SHARE), GROUPS, SPLIT, SHARE, MODE.
+// Macros: TOKENS (a multiple of 8 SHARE to 256), GROUPS, SPLIT, SHARE, MODE.
 constexpr int kCluster = SPLIT * SHARE;
 constexpr int kRows = 64 * GROUPS;
 constexpr int kOutputs = MODE == 2 ? kRows / 2 : kRows;  // of a block, for each token
@@ -43,6 +43,8 @@ struct Arguments {
   const T* next_norm;
   T* scaled;
   float* next_squares;
+  const char* ahead;
+  uint32_t ahead_bytes;  // of each block
   float eps;
   int tokens, token_tiles, rows, k, stages, parts;
 };
@@ -110,7 +112,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int i = 0; i < ahead; ++i) copy_weights(i, i);
   }
   __syncthreads();
-  if constexpr (SHARE > 1) arrive_cluster();  // the others' barriers are there
+  if constexpr (SHARE > 1) arrive_cluster_early();  // the others' barriers are there
   wait_for_previous();
   launch_next();
   if constexpr (SHARE > 1) wait_cluster();
@@ -120,6 +122,9 @@ __global__ void __launch_bounds__(kThreads)
     if (lane == 0) {
       publish_memory();  // x, which the kernel before may have written
       for (int i = 0; i < ahead; ++i) copy_tokens(i, i);
+      if (of.ahead_bytes > 0) {
+        prefetch_bytes(of.ahead + int64_t{blockIdx.x} * of.ahead_bytes, of.ahead_bytes);
+      }
     }
     __syncwarp();
     if (of.squares != nullptr) {
@@ -154,7 +159,7 @@ __global__ void __launch_bounds__(kThreads)
       begin_products();
 #pragma unroll
       for (int part = 0; part < kChunk / 16; ++part) {
-        multiply<TOKENS / 16>(sum, a + 2 * part, b + 2 * part);
+        multiply<TOKENS / 8>(sum, a + 2 * part, b + 2 * part);
       }
       end_products();
       wait_products<1>();
@@ -260,7 +265,8 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 // (out [M, N], x [M, K], w [N, K], bias [N] or None, squares [M, parts] or None, eps, next_norm [N]
-//  or None, scaled [M, N] or None, next_squares [M, tiles] or None, bytes of shared memory)
+//  or None, scaled [M, N] or None, next_squares [M, tiles] or None, bytes of shared memory, weights
+//  that the next product reads or None)
 EXPORT(wide_linear) {
   static_assert(MODE != 1 || GROUPS <= 2, "a token's squares are summed within a warp");
   Arguments of = {};
@@ -300,6 +306,11 @@ EXPORT(wide_linear) {
   const int stored = MODE == 2 ? of.rows / 2 : of.rows;
   const int64_t tiles = (stored + kOutputs - 1) / kOutputs;
   const int64_t clusters = (tiles + SHARE - 1) / SHARE * of.token_tiles;
+  if (args.tensor(10) != nullptr) {
+    of.ahead = args.data<const char>(10);
+    const int64_t bytes = args.size(10, 0) * args.size(10, 1) * 2;
+    of.ahead_bytes = static_cast<uint32_t>(bytes / (clusters * kCluster) / 128 * 128);
+  }
   return launch_clusters(wide_linear, clusters * kCluster, kCluster, kThreads, shared,
                          args.stream(), weight_map, token_map, of);
 }

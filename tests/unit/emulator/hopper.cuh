@@ -111,8 +111,10 @@ inline void copy_tile_to(uint32_t blocks, uint32_t to, const CUtensorMap* map, i
 }
 
 inline void publish_memory() {}
+inline void prefetch_bytes(const char*, uint32_t) {}
 inline void prefetch_map(const CUtensorMap*) {}
 inline void arrive_cluster() { emulator::cluster_arrive(); }
+inline void arrive_cluster_early() { emulator::cluster_arrive(); }
 inline void wait_cluster() { emulator::cluster_wait(); }
 inline float4 load_in_cluster(uint32_t address) {
   return *reinterpret_cast<const float4*>(place(address));
@@ -133,10 +135,10 @@ inline float element_at(uint64_t tile, int row, int k) {
   return to_float(e);
 }
 
-template <int SIXTEENS>
-void multiply(float (&d)[8 * SIXTEENS], uint64_t a, uint64_t b) {
+template <int EIGHTS>
+void multiply(float (&d)[4 * EIGHTS], uint64_t a, uint64_t b) {
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  for (int i = 0; i < 8 * SIXTEENS; ++i) {
+  for (int i = 0; i < 4 * EIGHTS; ++i) {
     const int row = warp * 16 + lane / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
     double sum = d[i];
     for (int k = 0; k < 16; ++k) sum += double{element_at(a, row, k)} * element_at(b, column, k);
