@@ -5,10 +5,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from minisgl_kernels.ahead import ahead_bytes
 from minisgl_kernels.cuda_build import Family, cuda_type
 
-SiluAndMul = Callable[..., torch.Tensor]
+SiluAndMul = Callable[[torch.Tensor], torch.Tensor]
 
 _family = Family(
     "silu_and_mul",
@@ -23,14 +22,14 @@ def silu_and_mul_reference(x: torch.Tensor) -> torch.Tensor:
     return (F.silu(gate) * up).to(x.dtype)
 
 
-def silu_and_mul(x: torch.Tensor, ahead: torch.Tensor | None = None) -> torch.Tensor:
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """`silu(gate) * up` [T, w] of contiguous x [T, 2 w], which holds gate and up in a row.
 
-    `ahead`: see that module. Raises `KernelUnavailable`.
+    Raises `KernelUnavailable`.
     """
     width = x.shape[1] // 2
     out = x.new_empty((x.shape[0], width))
-    _family[width, x.dtype](out, x, ahead, ahead_bytes())
+    _family[width, x.dtype](out, x)
     return out
 
 

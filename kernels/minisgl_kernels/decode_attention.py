@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from minisgl_kernels.ahead import TOKENS_BEFORE_ATTENTION, ahead_bytes
 from minisgl_kernels.build import KernelUnavailable
 from minisgl_kernels.cuda_build import Family, cuda_type
 
@@ -113,7 +112,7 @@ class DecodeAttention:
     def attention_of_qkv(
         self, qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None,
         eps: float, cos_sin: torch.Tensor, k_slots: torch.Tensor, v_slots: torch.Tensor,
-        page_table: torch.Tensor, ahead: torch.Tensor | None = None,
+        page_table: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         """`qk_rope_store` and `attention` in one launch: [B, num_qo_heads, head_dim].
 
@@ -125,8 +124,7 @@ class DecodeAttention:
         kernel = _attention[*self._signature, 1 if q_weight is None else 2]
         kernel(
             qkv, out, k_slots, v_slots, page_table, self.chunks, self.requests, self._partial,
-            self._stats, self._arrived, self._scale, q_weight, k_weight, eps, cos_sin, ahead,
-            ahead_bytes(), int(len(qkv) > TOKENS_BEFORE_ATTENTION),
+            self._stats, self._arrived, self._scale, q_weight, k_weight, eps, cos_sin,
         )  # fmt: skip
         return out
 

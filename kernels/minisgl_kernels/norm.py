@@ -6,12 +6,11 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from minisgl_kernels.ahead import ahead_bytes
 from minisgl_kernels.build import KernelUnavailable
 from minisgl_kernels.cuda_build import Family, cuda_type
 
-RmsNorm = Callable[..., torch.Tensor]
-AddRmsNorm = Callable[..., torch.Tensor]
+RmsNorm = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+AddRmsNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 
 MAX_THREADS = 1024
 MAX_ITEMS = 4
@@ -47,29 +46,25 @@ def add_rms_norm_reference(
     return rms_norm_reference(residual.add_(x), weight, eps)
 
 
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, ahead: torch.Tensor | None = None
-) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`x / rms(x) * weight` for rows of x [T, H], in float32 and rounded once.
 
-    x and weight [H] are contiguous and of one type. `ahead`: see that module. Raises
-    `KernelUnavailable`.
+    x and weight [H] are contiguous and of one type. Raises `KernelUnavailable`.
     """
     out = torch.empty_like(x)
-    _plain[x.shape[1], x.dtype](out, x, weight, eps, ahead, ahead_bytes())
+    _plain[x.shape[1], x.dtype](out, x, weight, eps)
     return out
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
-    ahead: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
     """Add x [T, H] to the residual [T, H], in place, and normalise the rounded sum.
 
     Raises `KernelUnavailable`.
     """
     out = torch.empty_like(x)
-    _adding[x.shape[1], x.dtype](out, x, residual, weight, eps, ahead, ahead_bytes())
+    _adding[x.shape[1], x.dtype](out, x, residual, weight, eps)
     return out
 
 

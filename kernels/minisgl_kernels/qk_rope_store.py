@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import torch
 
-from minisgl_kernels.ahead import ahead_bytes
 from minisgl_kernels.build import KernelUnavailable
 from minisgl_kernels.cuda_build import Family, cuda_type
 from minisgl_kernels.kv_store import store_kv_reference
@@ -49,20 +48,19 @@ def qk_rope_store_reference(
 def qk_rope_store(
     qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float,
     cos_sin: torch.Tensor, positions: torch.Tensor, out_loc: torch.Tensor, k_slots: torch.Tensor,
-    v_slots: torch.Tensor, hq: int, hkv: int, ahead: torch.Tensor | None = None,
+    v_slots: torch.Tensor, hq: int, hkv: int,
 ) -> torch.Tensor:  # fmt: skip
     """Queries [T, hq, d], normalised and rotated; keys and values go to their slots.
 
     qkv is [T, (hq + 2 hkv) d], weights [d] or both None, cos_sin [positions, d] float32 (cosines of
     d / 2 pairs, then sines; pair i is dimensions i and i + d / 2), positions and out_loc [T] of one
-    index type, slots [n, hkv, d]. `ahead`: see that module. Raises `KernelUnavailable`.
+    index type, slots [n, hkv, d]. Raises `KernelUnavailable`.
     """
     dim = cos_sin.shape[1]
     q = qkv.new_empty((qkv.shape[0], hq, dim))
     _family[dim, qkv.dtype, q_weight is not None](
-        q, qkv, q_weight, k_weight, eps, cos_sin, positions, out_loc, k_slots, v_slots, hq, hkv,
-        ahead, ahead_bytes(),
-    )  # fmt: skip
+        q, qkv, q_weight, k_weight, eps, cos_sin, positions, out_loc, k_slots, v_slots, hq, hkv
+    )
     return q
 
 

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 
 from minisgl.config import UsageError
-from minisgl_kernels.ahead import ahead_bytes
 from minisgl_kernels.build import KernelUnavailable
 from minisgl_kernels.cuda_build import Family, cuda_type
 
@@ -51,7 +50,7 @@ def max_tokens() -> int:
 def skinny_linear_reference(
     x: torch.Tensor, weight: torch.Tensor, *, norm: torch.Tensor | None = None, eps: float = 0.0,
     bias: torch.Tensor | None = None, residual: torch.Tensor | None = None, silu: bool = False,
-    out: torch.Tensor | None = None, ahead: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The same as `skinny_linear`, in float32 torch operations for any device."""
     wide = x.float()
@@ -70,14 +69,14 @@ def skinny_linear_reference(
 def skinny_linear(
     x: torch.Tensor, weight: torch.Tensor, *, norm: torch.Tensor | None = None, eps: float = 0.0,
     bias: torch.Tensor | None = None, residual: torch.Tensor | None = None, silu: bool = False,
-    out: torch.Tensor | None = None, ahead: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """`x @ weight.T + bias` for x [M, K] of 1 to 64 tokens and weight [N, K]: [M, N].
 
     `norm` [K]: x is normalised by its root mean square first. `residual` [M, N]: the product is
     added to it, in place, and it is returned. `silu`: weight holds gate and up, and the result is
     silu(gate) * up [M, N / 2]. Contiguous bfloat16 or float16; K is a multiple of 32. The result
-    goes to `out`, if it is given. `ahead`: see that module. Raises `KernelUnavailable`.
+    goes to `out`, if it is given. Raises `KernelUnavailable`.
     """
     tokens, k = x.shape
     rows = weight.shape[0]
@@ -90,7 +89,7 @@ def skinny_linear(
         out = x.new_empty((tokens, rows // 2 if silu else rows))
     kernel = _family[x.dtype, norm is not None, mode]
     wide, warps = shape_of_blocks(rows)
-    kernel(out, x, weight, norm, bias, eps, wide, warps, ahead, ahead_bytes())
+    kernel(out, x, weight, norm, bias, eps, wide, warps)
     return out
 
 

@@ -15,6 +15,7 @@ from minisgl_kernels import activation, decode_inputs, embedding, kv_store, norm
 from minisgl_kernels.block_table import block_table
 from minisgl_kernels.decode_attention import DecodeAttention
 from minisgl_kernels.filter_bounds import filter_bounds
+from minisgl_kernels.prefetch import prefetch
 from minisgl_kernels.sample import sample
 from minisgl_kernels.skinny_linear import skinny_linear
 from minisgl_kernels.wide_linear import Blocks, Normed, wide_add, wide_linear
@@ -49,7 +50,7 @@ def call_norms() -> None:
     """Rows of one warp, of several, and of several accesses a thread."""
     for hidden in (128, 1024, 16384, 33):
         norm.rms_norm(_randn(3, hidden), _randn(hidden), 1e-6)
-        norm.add_rms_norm(*_randn(2, 3, hidden), _randn(hidden), 1e-6, _randn(99, 4096))
+        norm.add_rms_norm(*_randn(2, 3, hidden), _randn(hidden), 1e-6)
 
 
 def call_qk_rope_store() -> None:
@@ -60,15 +61,14 @@ def call_qk_rope_store() -> None:
         out_loc = torch.randperm(7, device=DEVICE)[:5].int()
         weight = _randn(dim)
         qk_rope_store.qk_rope_store(
-            qkv, weight, weight, 1e-6, table, _integers(11, 5), out_loc, *slots, 3, 2,
-            _randn(99, 4096),
-        )  # fmt: skip
+            qkv, weight, weight, 1e-6, table, _integers(11, 5), out_loc, *slots, 3, 2
+        )
 
 
 def call_silu_and_mul() -> None:
     """Accesses of 16 and of 2 bytes."""
     for width in (3072, 33):
-        activation.silu_and_mul(_randn(3, 2 * width), _randn(99, 4096))
+        activation.silu_and_mul(_randn(3, 2 * width))
 
 
 def call_decode_inputs() -> None:
@@ -129,7 +129,12 @@ def call_decode_attention() -> None:
         turn = _randn(dim), _randn(dim), 1e-6, _randn(width, dim, dtype=torch.float32)
         qkv = _randn(batch, (heads + 2 * kv_heads) * dim)
         for weights in (turn[:2], (None, None)):
-            kernel.attention_of_qkv(qkv, *weights, *turn[2:], *slots, table, _randn(99, 4096))
+            kernel.attention_of_qkv(qkv, *weights, *turn[2:], *slots, table)
+
+
+def call_prefetch() -> None:
+    """To the end of a tensor."""
+    prefetch(_randn(99, 4096), 1 << 30)
 
 
 def call_filter_bounds() -> None:
@@ -146,7 +151,7 @@ def call_skinny_linear() -> None:
         x, weight = _randn(tokens, 1056), _randn(42, 1056)
         skinny_linear(x, weight, bias=_randn(42))
         skinny_linear(x, weight, norm=_randn(1056), eps=1e-6, silu=True)
-        skinny_linear(x, weight, residual=_randn(tokens, 42), ahead=_randn(99, 4096))
+        skinny_linear(x, weight, residual=_randn(tokens, 42))
 
 
 def call_wide_linear() -> None:

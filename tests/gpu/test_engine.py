@@ -282,19 +282,20 @@ def test_steps_in_halves_are_as_near_to_float32_as_whole_ones(
 
 
 def test_halves_of_a_large_batch_do_not_touch_each_other(
-    configs: Path, monkeypatch: pytest.MonkeyPatch
+    configs: Path, monkeypatch: pytest.MonkeyPatch, no_trial: None
 ) -> None:
-    """Twice the same tokens, from a model whose random weights let no error pass."""
+    """Two engines give the same tokens, of a model whose random weights let no error pass."""
     monkeypatch.setenv(HALVES_ENV, "64")
     g = torch.Generator().manual_seed(2)
     load = [torch.randint(0, 151_000, (40 + 7 * i,), generator=g).tolist() for i in range(150)]
     params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
-    options: dict[str, Any] = {"load_format": "dummy", "device": "cuda", "cache_type": "naive"}
-    with LLM(configs / "qwen3-0.6b", memory_ratio=0.5, **options) as llm:
-        one, other = ([o.token_ids for o in llm.generate(load, params)] for _ in range(2))
-        integrity.check(llm._scheduler)
-    assert one == other
-    assert len({tuple(tokens) for tokens in one}) > 100
+    options: dict[str, Any] = {"load_format": "dummy", "device": "cuda", "memory_ratio": 0.4}
+    results = []
+    for _ in range(2):
+        with LLM(configs / "qwen3-0.6b", **options) as llm:
+            results.append([o.token_ids for o in llm.generate(load, params)])
+    assert results[0] == results[1]
+    assert len({tuple(tokens) for tokens in results[0]}) > 100
 
 
 def test_short_prompts_give_the_same_with_and_without_graphs_for_them(

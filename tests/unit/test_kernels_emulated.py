@@ -27,8 +27,6 @@ from tests.unit.sanitizer import needs_compiler
 pytestmark = needs_compiler
 
 BF16 = torch.bfloat16
-AHEAD = torch.ones(1 << 16)
-"""Weights that the next kernel reads."""
 
 
 @pytest.fixture(autouse=True)
@@ -89,8 +87,7 @@ def test_norms(hidden, dtype):
     torch.testing.assert_close(plain, norm.rms_norm_reference(x, weight, 1e-6), **close)
     expected_residual = residual.clone()
     expected = norm.add_rms_norm_reference(x, expected_residual, weight, 1e-6)
-    normal = norm.add_rms_norm(x, residual, weight, 1e-6, AHEAD)
-    torch.testing.assert_close(normal, expected, **close)
+    torch.testing.assert_close(norm.add_rms_norm(x, residual, weight, 1e-6), expected, **close)
     assert torch.equal(residual, expected_residual)
 
 
@@ -108,7 +105,7 @@ def test_qk_rope_store(dim, normalised, tokens):
     slots = torch.randn(2, tokens + 4, hkv, dim).to(BF16)
     expected = slots.clone()
     before = (qkv, *weights, 1e-6, table, positions, out_loc)
-    q = qk_rope_store.qk_rope_store(*before, slots[0], slots[1], hq, hkv, AHEAD)
+    q = qk_rope_store.qk_rope_store(*before, slots[0], slots[1], hq, hkv)
     q_ref = qk_rope_store.qk_rope_store_reference(*before, expected[0], expected[1], hq, hkv)
     close = {"rtol": torch.finfo(BF16).eps, "atol": 1e-5}
     torch.testing.assert_close(q, q_ref, **close)
@@ -119,7 +116,7 @@ def test_qk_rope_store(dim, normalised, tokens):
 def test_silu_and_mul(width):
     x = (torch.randn(3, 2 * width) * 3).to(BF16)
     close = {"rtol": torch.finfo(BF16).eps, "atol": 1e-6}
-    found = activation.silu_and_mul(x, AHEAD)
+    found = activation.silu_and_mul(x)
     torch.testing.assert_close(found, activation.silu_and_mul_reference(x), **close)
 
 
@@ -151,7 +148,7 @@ def test_skinny_linear(tokens, rows, k, options):
     theirs = given if residual is None else {"residual": residual.float()}
     mine = given if residual is None else {"residual": residual}
     exact = skinny_linear.skinny_linear_reference(x.float(), weight.float(), **theirs)
-    out = skinny_linear.skinny_linear(x, weight, **mine, ahead=AHEAD)
+    out = skinny_linear.skinny_linear(x, weight, **mine)
     assert (out.float() - exact).norm() < 6e-3 * exact.norm()
 
 

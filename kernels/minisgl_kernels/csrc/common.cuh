@@ -111,32 +111,6 @@ int with_access(uint64_t all_or_ed, Go go) {
   }
 }
 
-// What the kernel behind this one reads first and no kernel writes, weights: blocks behind the
-// `work` that a kernel has anyway ask for it to be in the L2 cache, and do nothing else.
-struct Ahead {
-  const char* from = nullptr;
-  uint32_t share = 0;  // bytes of a block
-  uint32_t work = 0;
-  uint32_t more = 0;  // blocks
-
-  int64_t blocks() const { return work == 0 ? 0 : int64_t{work} + more; }
-};
-
-// Of argument i, a tensor or None, and argument i + 1, the most bytes: in `blocks` equal parts.
-inline Ahead ahead_of(Args args, int i, int64_t work, int64_t blocks) {
-  Ahead ahead;
-  ahead.work = static_cast<uint32_t>(work);
-  if (args.tensor(i) == nullptr || blocks == 0) return ahead;
-  ahead.from = args.data<const char>(i);
-  int64_t bytes = args.tensor(i)->dtype.bits / 8;
-  for (int dim = 0; dim < args.tensor(i)->ndim; ++dim) bytes *= args.size(i, dim);
-  bytes = bytes < args.integer(i + 1) ? bytes : args.integer(i + 1);
-  ahead.share = static_cast<uint32_t>(bytes / blocks / 128 * 128);
-  ahead.more = ahead.share == 0 ? 0 : static_cast<uint32_t>(blocks);
-  return ahead;
-}
-constexpr int kAheadBlocks = 64;
-
 inline uint64_t address(const void* pointer) { return reinterpret_cast<uint64_t>(pointer); }
 
 // ---- device -----------------------------------------------------------------------------------
@@ -153,23 +127,6 @@ __device__ inline void launch_next() {
 #if PDL && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
-}
-
-// Part `part` of what comes next, by one thread.
-__device__ inline void prefetch(const Ahead& ahead, int64_t part) {
-#if __CUDA_ARCH__ >= 900
-  if (ahead.share == 0) return;
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(ahead.from + part * ahead.share),
-               "r"(ahead.share)
-               : "memory");
-#endif
-}
-
-// Whether this block is one that prefetches only, and is done with it.
-__device__ inline bool prefetched(const Ahead& ahead) {
-  if (blockIdx.x < ahead.work) return false;
-  if (threadIdx.x == 0) prefetch(ahead, blockIdx.x - ahead.work);
-  return true;
 }
 
 template <int BYTES>

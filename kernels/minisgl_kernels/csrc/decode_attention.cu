@@ -185,9 +185,15 @@ struct Inputs {
   const Elem* k_weight;
   const float* cos_sin;   // [positions, HEAD_DIM]: cosines, then sines
   float eps;
-  Ahead ahead;
-  int late;               // it is fetched at the end
 };
+
+// Read 4 bytes for the caches' sake.
+__device__ void touch(const void* from) {
+#ifdef __CUDA_ARCH__
+  uint32_t ignored;
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(ignored) : "l"(from));
+#endif
+}
 
 constexpr int kHalf = HEAD_DIM / 2;
 
@@ -346,7 +352,6 @@ __global__ void attention(const __grid_constant__ Inputs in) {
   const int64_t worker = int64_t{blockIdx.x} * WARPS + warp;
   const int number = static_cast<int>(worker / in.kv_heads);
   const int head = static_cast<int>(worker % in.kv_heads);
-  if (FUSED && !in.late && threadIdx.x == 0) prefetch(in.ahead, blockIdx.x);
   // Before `wait_for_previous` the kernel before this one may still run. It stores the new tokens
   // of this layer, so the tile of a request's last token waits for it; what else is copied here,
   // the plan, the page table and older tokens, is done with: no kernel is launched before the plan
@@ -391,6 +396,20 @@ __global__ void attention(const __grid_constant__ Inputs in) {
     }
     end_group();
   };
+  if constexpr (FUSED != 0) {
+    // Into the L1 cache, 128 bytes a lane: what no kernel writes, and is read at once afterwards.
+    constexpr int kWeight = kRowBytes / 128, kAngles = HEAD_DIM * 4 / 128;
+    const char* from = nullptr;
+    if (lane < kAngles) {
+      const int64_t row = int64_t{chunk.request.tokens - 1} * HEAD_DIM;
+      from = reinterpret_cast<const char*>(in.cos_sin + row) + lane * 128;
+    } else if (FUSED == 2 && lane < kAngles + 2 * kWeight) {
+      const int line = lane - kAngles;
+      const Elem* const weight = line < kWeight ? in.q_weight : in.k_weight;
+      from = reinterpret_cast<const char*>(weight) + line % kWeight * 128;
+    }
+    if (from != nullptr) touch(from);
+  }
   bool waited = false;
 #pragma unroll
   for (int stage = 0; stage < STAGES - 1; ++stage) {
@@ -580,7 +599,6 @@ __global__ void attention(const __grid_constant__ Inputs in) {
     }
   }
   wait_groups<0>();
-  if (FUSED && in.late && threadIdx.x == 0) prefetch(in.ahead, blockIdx.x);
 }
 
 }  // namespace
@@ -595,8 +613,7 @@ EXPORT(plan_decode_attention) {
 
 // (q, out [batch, heads, dim], k_slots, v_slots [slots, kv_heads, dim], page_table [rows, columns],
 //  chunks, requests, partial, stats, arrived, scale); FUSED: (qkv [batch, (heads + 2 kv_heads) dim],
-//  and then q_weight [dim] or None, k_weight, eps, cos_sin [positions, dim], ahead or None, its bytes,
-//  late)
+//  and then q_weight [dim] or None, k_weight, eps, cos_sin [positions, dim])
 EXPORT(decode_attention) {
   constexpr int kShared = WARPS * STAGES * kStageBytes;
   static int ready = -1;  // the device on which the kernel may take that much shared memory
@@ -630,8 +647,6 @@ EXPORT(decode_attention) {
     in.k_weight = args.data<const Elem>(12);
     in.eps = args.number(13);
     in.cos_sin = args.data<const float>(14);
-    in.ahead = ahead_of(args, 15, blocks, blocks);
-    in.late = static_cast<int>(args.integer(17));
   }
   return launch<LAUNCH_NEXT * PDL>(attention, blocks, 32 * WARPS, kShared, args.stream(), in);
 }

@@ -22,8 +22,7 @@ __device__ float block_sum(float x) {
 
 template <bool ADD>
 __global__ void __launch_bounds__(THREADS)
-    rms_norm(T* out, const T* x, T* residual, const T* weight, float eps, Ahead ahead) {
-  if (prefetched(ahead)) return;
+    rms_norm(T* out, const T* x, T* residual, const T* weight, float eps) {
   const int64_t row = int64_t{blockIdx.x} * HIDDEN;
   Access value[ITEMS], scale[ITEMS];
   // Weights never change, so they may be read before the kernel before has ended.
@@ -82,20 +81,17 @@ constexpr char kMisaligned[] = "rms_norm needs tensors whose data starts at mult
 
 }  // namespace
 
-// (out [T, H], x [T, H], weight [H], eps, ahead or None, its bytes)
+// (out [T, H], x [T, H], weight [H], eps)
 EXPORT(rms_norm) {
   if (!aligned(args, 3)) return failed(kMisaligned);
-  const Ahead ahead = ahead_of(args, 4, args.size(0, 0), kAheadBlocks);
-  return launch(rms_norm<false>, ahead.blocks(), THREADS, 0, args.stream(), args.data<T>(0),
+  return launch(rms_norm<false>, args.size(0, 0), THREADS, 0, args.stream(), args.data<T>(0),
                 args.data<const T>(1), static_cast<T*>(nullptr), args.data<const T>(2),
-                args.number(3), ahead);
+                args.number(3));
 }
 
-// (out [T, H], x [T, H], residual [T, H], weight [H], eps, ahead or None, its bytes)
+// (out [T, H], x [T, H], residual [T, H], weight [H], eps)
 EXPORT(add_rms_norm) {
   if (!aligned(args, 4)) return failed(kMisaligned);
-  const Ahead ahead = ahead_of(args, 5, args.size(0, 0), kAheadBlocks);
-  return launch(rms_norm<true>, ahead.blocks(), THREADS, 0, args.stream(), args.data<T>(0),
-                args.data<const T>(1), args.data<T>(2), args.data<const T>(3), args.number(4),
-                ahead);
+  return launch(rms_norm<true>, args.size(0, 0), THREADS, 0, args.stream(), args.data<T>(0),
+                args.data<const T>(1), args.data<T>(2), args.data<const T>(3), args.number(4));
 }

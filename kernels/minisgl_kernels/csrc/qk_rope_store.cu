@@ -24,8 +24,7 @@ __global__ void __launch_bounds__(kThreads)
     qk_rope_store(T* q, const T* qkv, const T* q_weight, const T* k_weight, float eps,
                   const float* cos_sin, const Index* positions, const Index* out_loc, T* k_slots,
                   T* v_slots, int64_t items, int q_heads, int kv_heads, int64_t token_step,
-                  int64_t slot_step, Ahead ahead) {
-  if (prefetched(ahead)) return;
+                  int64_t slot_step) {
   const int64_t item = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / kGroup;
   const int lane = threadIdx.x % kGroup;
   const int heads = q_heads + 2 * kv_heads, rotated = q_heads + kv_heads;
@@ -106,11 +105,11 @@ int run(Args args) {
   all |= (args.stride(1, 0) | slot_step) * sizeof(T);
   if (all % 16) return failed("qk_rope_store needs rows that start at multiples of 16 bytes");
   const int64_t groups = kThreads / kGroup;
-  const Ahead ahead = ahead_of(args, 12, (items + groups - 1) / groups, kAheadBlocks);
-  return launch(qk_rope_store<Index, HEADS>, ahead.blocks(), kThreads, 0, args.stream(), args.data<T>(0), args.data<const T>(1), args.data<const T>(2),
+  return launch(qk_rope_store<Index, HEADS>, (items + groups - 1) / groups, kThreads, 0,
+                args.stream(), args.data<T>(0), args.data<const T>(1), args.data<const T>(2),
                 args.data<const T>(3), args.number(4), args.data<const float>(5),
                 args.data<const Index>(6), args.data<const Index>(7), args.data<T>(8),
-                args.data<T>(9), items, q_heads, kv_heads, args.stride(1, 0), slot_step, ahead);
+                args.data<T>(9), items, q_heads, kv_heads, args.stride(1, 0), slot_step);
 }
 
 template <class Index>
@@ -121,6 +120,5 @@ int run_either(Args args) {
 }  // namespace
 
 // (q [T, hq, d], qkv [T, (hq + 2 hkv) d], q_weight [d] or None, k_weight, eps, cos_sin [n, d],
-//  positions [T], out_loc [T], k_slots [slots, hkv, d], v_slots, hq, hkv, ahead or None, its
-//  bytes)
+//  positions [T], out_loc [T], k_slots [slots, hkv, d], v_slots, hq, hkv)
 EXPORT(qk_rope_store) { return args.wide(6) ? run_either<int64_t>(args) : run_either<int32_t>(args); }

@@ -11,9 +11,7 @@ using T = ELEMENT;
 constexpr int kThreads = 128;
 
 template <int N>
-__global__ void __launch_bounds__(kThreads)
-    silu_and_mul(T* out, const T* x, int blocks_of_row, Ahead ahead) {
-  if (prefetched(ahead)) return;
+__global__ void __launch_bounds__(kThreads) silu_and_mul(T* out, const T* x, int blocks_of_row) {
   const int64_t row = blockIdx.x / blocks_of_row;
   const int at = ((blockIdx.x - row * blocks_of_row) * kThreads + threadIdx.x) * N;
   wait_for_previous();
@@ -33,14 +31,13 @@ __global__ void __launch_bounds__(kThreads)
 template <int N>
 int run(Args args) {
   const int blocks_of_row = (WIDTH_OF_ROW + kThreads * N - 1) / (kThreads * N);
-  const Ahead ahead = ahead_of(args, 2, args.size(0, 0) * blocks_of_row, kAheadBlocks);
-  return launch(silu_and_mul<N>, ahead.blocks(), kThreads, 0, args.stream(), args.data<T>(0),
-                args.data<const T>(1), blocks_of_row, ahead);
+  return launch(silu_and_mul<N>, args.size(0, 0) * blocks_of_row, kThreads, 0, args.stream(),
+                args.data<T>(0), args.data<const T>(1), blocks_of_row);
 }
 
 }  // namespace
 
-// (out [T, w], x [T, 2 w], ahead or None, its bytes)
+// (out [T, w], x [T, 2 w])
 EXPORT(silu_and_mul) {
   const uint64_t all = address(args.data<void>(0)) | address(args.data<void>(1));
   const int bytes = access_bytes(all | WIDTH_OF_ROW * sizeof(T));

@@ -57,7 +57,7 @@ __device__ inline uint4 scaled(const uint4& x, const uint4& weight) {
 template <int TT, int R>
 __global__ void __launch_bounds__(kMaxWarps * 32)
     skinny_linear(T* out, const T* x, const T* w, const T* norm_weight, const T* bias, float eps,
-                  int tokens, int rows, int k, Ahead ahead) {
+                  int tokens, int rows, int k) {
   constexpr int kUnroll = 8 / R;          // products of 32 k whose weights are under way at once
   constexpr int kBatch = 8 / TT < kUnroll ? 8 / TT : kUnroll;  // and those whose tokens are
   constexpr int kTiles = (TT + 1) / 2;    // of 16 tokens
@@ -106,11 +106,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32)
 #pragma unroll
       for (int r = 0; r < R; ++r) weights[r][u] = next[r][u];
     }
-    if (first + kUnroll * warps < columns) {
-      fetch(first + kUnroll * warps);
-    } else if (threadIdx.x == 0) {
-      prefetch(ahead, blockIdx.x);
-    }
+    if (first + kUnroll * warps < columns) fetch(first + kUnroll * warps);
 #pragma unroll
     for (int batch = 0; batch < kUnroll; batch += kBatch) {
       // All loads of a batch before the first use: one after the other they would take its time
@@ -213,17 +209,15 @@ template <int TT, int R>
 int run(Args args) {
   const int tokens = args.size(1, 0), k = args.size(1, 1), rows = args.size(2, 0);
   const int outputs = MODE == 2 ? 4 * R : 8 * R, stored = MODE == 2 ? rows / 2 : rows;
-  const int warps = args.integer(7), blocks = (stored + outputs - 1) / outputs;
-  return launch(skinny_linear<TT, R>, blocks, warps * 32, 0, args.stream(), args.data<T>(0),
-                args.data<const T>(1), args.data<const T>(2), args.data<const T>(3),
-                args.data<const T>(4), args.number(5), tokens, rows, k,
-                ahead_of(args, 8, 0, blocks));
+  const int warps = args.integer(7);
+  return launch(skinny_linear<TT, R>, (stored + outputs - 1) / outputs, warps * 32, 0,
+                args.stream(), args.data<T>(0), args.data<const T>(1), args.data<const T>(2),
+                args.data<const T>(3), args.data<const T>(4), args.number(5), tokens, rows, k);
 }
 
 }  // namespace
 
-// (out [M, N], x [M, K], w [N, K], norm_weight [K] or None, bias [N] or None, eps, wide, warps,
-//  ahead or None, its bytes)
+// (out [M, N], x [M, K], w [N, K], norm_weight [K] or None, bias [N] or None, eps, wide, warps)
 EXPORT(skinny_linear) {
   const int tokens = args.size(1, 0);
   const bool wide = args.integer(6) != 0;

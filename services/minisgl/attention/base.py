@@ -174,12 +174,10 @@ class AttentionBackend(ABC):
         """
 
     def forward_qkv(
-        self, qkv: torch.Tensor, turn: Turn, layer: int, pool: "KVPool", batch: ForwardBatch,
-        ahead: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+        self, qkv: torch.Tensor, turn: Turn, layer: int, pool: "KVPool", batch: ForwardBatch
+    ) -> torch.Tensor:
         """`forward` of a decode step, and what comes before it: qkv [T, (heads + 2 kv_heads) dim]
-        is turned, and keys and values go to `pool`. For up to `fuses` tokens. `ahead`: the weights
-        that are read next."""
+        is turned, and keys and values go to `pool`. For up to `fuses` tokens."""
         raise NotImplementedError
 
     def init_capture(self, max_bs: int) -> None:  # noqa: B027

@@ -17,21 +17,14 @@ if TYPE_CHECKING:
     from minisgl.attention.base import ForwardBatch
 
 HALVES_ENV = "MINISGL_HALVES"
-"""Least requests of a step that is computed in halves; 0: none is."""
-LEAST = 64
+"""Least requests of a step that is computed in halves; 0, the default: none is."""
 
 Compute = Callable[[torch.Tensor, "ForwardBatch"], torch.Tensor]
 
 
-def least_requests(layer_bytes: int, cache_bytes: int) -> int:
-    """Requests from which on halves pay, for layers whose weights take `layer_bytes`; 0: never.
-
-    Both halves read the weights, so a layer of them should stay in the L2 cache of `cache_bytes`
-    meanwhile. MINISGL_HALVES decides otherwise. Raises `UsageError` for what is no number.
-    """
-    text = os.environ.get(HALVES_ENV)
-    if text is None:
-        return LEAST if layer_bytes <= cache_bytes else 0
+def least_requests() -> int:
+    """The value of MINISGL_HALVES. Raises `UsageError` for what is no number."""
+    text = os.environ.get(HALVES_ENV, "0")
     if not text.isascii() or not text.isdigit():
         raise UsageError(f"{HALVES_ENV} must be a whole number, 0 or more, not {text!r}")
     return int(text)

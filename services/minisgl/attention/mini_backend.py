@@ -105,13 +105,12 @@ class MiniBackend(AttentionBackend):
         return out
 
     def forward_qkv(
-        self, qkv: torch.Tensor, turn: Turn, layer: int, pool: KVPool, batch: ForwardBatch,
-        ahead: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+        self, qkv: torch.Tensor, turn: Turn, layer: int, pool: KVPool, batch: ForwardBatch
+    ) -> torch.Tensor:
         planned: _Planned = batch.metadata
         return planned.kernel.attention_of_qkv(
             qkv, turn.q_weight, turn.k_weight, turn.eps, turn.table, pool.k(layer), pool.v(layer),
-            batch.page_table, ahead,
+            batch.page_table,
         )  # fmt: skip
 
     def _kernel(self, left: int = 0) -> DecodeAttention:

@@ -60,10 +60,9 @@ class HybridBackend(AttentionBackend):
         return self._of(batch).forward(q, layer, pool, batch)
 
     def forward_qkv(
-        self, qkv: torch.Tensor, turn: Turn, layer: int, pool: KVPool, batch: ForwardBatch,
-        ahead: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        return self._of(batch).forward_qkv(qkv, turn, layer, pool, batch, ahead)
+        self, qkv: torch.Tensor, turn: Turn, layer: int, pool: KVPool, batch: ForwardBatch
+    ) -> torch.Tensor:
+        return self._of(batch).forward_qkv(qkv, turn, layer, pool, batch)
 
     def init_capture(self, max_bs: int) -> None:
         self._decode.init_capture(max_bs)

@@ -17,20 +17,20 @@ class RMSNorm(BaseOP):
         self._size, self.eps = (size,), eps
         self.weight = torch.empty(size, dtype=dtype, device=META)
 
-    def forward(self, x: torch.Tensor, ahead: torch.Tensor | None = None) -> torch.Tensor:
-        """x is [..., size]; so is the result. `ahead`: weights that are read next, if that pays."""
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x is [..., size]; so is the result."""
         if x.is_cuda and x.dim() == 2 and (kernel := rms_norm_function()) is not None:
             with contextlib.suppress(KernelUnavailable):  # of this type or width
-                return kernel(x, self.weight, self.eps, ahead)
+                return kernel(x, self.weight, self.eps)
         return F.rms_norm(x, self._size, self.weight, self.eps)
 
     def forward_add(
-        self, x: torch.Tensor, residual: torch.Tensor | None, ahead: torch.Tensor | None = None
+        self, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add x [T, size] to the residual, in place, and normalise the sum: (normal, residual)."""
         if residual is None:
-            return self.forward(x, ahead), x
+            return self.forward(x), x
         if x.is_cuda and (kernel := add_rms_norm_function()) is not None:
             with contextlib.suppress(KernelUnavailable):
-                return kernel(x, residual, self.weight, self.eps, ahead), residual
+                return kernel(x, residual, self.weight, self.eps), residual
         return self.forward(residual.add_(x)), residual

@@ -11,6 +11,7 @@ from minisgl.attention.halves import least_requests
 from minisgl.distributed import Communicator
 from minisgl.kvcache.pool import KVPool
 from minisgl.layers.activation import silu_and_mul
+from minisgl.layers.ahead import Ahead
 from minisgl.layers.base import BaseOP, OPList
 from minisgl.layers.embedding import ParallelLMHead, TiedLMHead, VocabParallelEmbedding
 from minisgl.layers.linear import MergedColumnLinear, Part, RowParallelLinear
@@ -25,12 +26,10 @@ from minisgl.models.products import (
     Kernels,
     Way,
     Ways,
-    ahead_of,
     graph_seconds,
 )
 from minisgl.moe.layer import MoeMLP
 from minisgl_kernels import skinny_linear, wide_linear
-from minisgl_kernels.ahead import TOKENS_BEFORE_ATTENTION
 from minisgl_kernels.build import KernelUnavailable
 from minisgl_kernels.cuda_build import collected, prepare
 from minisgl_kernels.measured import measured
@@ -65,10 +64,10 @@ class Attention(BaseOP):
 
     def __init__(
         self, config: ModelConfig, layer: int, heads: HeadShard, dtype: torch.dtype,
-        comm: Communicator, rotary: RotaryEmbedding,
+        comm: Communicator, rotary: RotaryEmbedding, ahead: Ahead,
     ) -> None:  # fmt: skip
         dim, hidden = config.head_dim, config.hidden_size
-        self._layer, self._rotary = layer, rotary
+        self._layer, self._rotary, self._ahead = layer, rotary, ahead
         self._q, self._kv, self._dim = heads.q.local, heads.kv.local, dim
         q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
         q, kv = heads.q.scaled(dim), heads.kv.scaled(dim)
@@ -94,13 +93,12 @@ class Attention(BaseOP):
         pool: KVPool,
     ) -> torch.Tensor:  # fmt: skip
         """From the QKV product to what the O projection takes."""
+        self._ahead.fetch(self.o_proj.weight, 2)
         turn = None if rope.table is None else self._turn(rope.table)
         if turn is not None and batch.is_decode and len(qkv) <= attn.fuses:
-            ahead = ahead_of(qkv, self.o_proj)
-            out = attn.forward_qkv(qkv, turn, self._layer, pool, batch, ahead)
+            out = attn.forward_qkv(qkv, turn, self._layer, pool, batch)
         else:
-            ahead = ahead_of(qkv, self.o_proj, TOKENS_BEFORE_ATTENTION)
-            q = self._turn_and_store(qkv, rope, turn, batch, pool, ahead)
+            q = self._turn_and_store(qkv, rope, turn, batch, pool)
             out = attn.forward(q, self._layer, pool, batch)
         return out.reshape(-1, self._q * self._dim)
 
@@ -110,16 +108,14 @@ class Attention(BaseOP):
         return Turn(table, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
     def _turn_and_store(
-        self, qkv: torch.Tensor, rope: Rope, turn: Turn | None, batch: ForwardBatch, pool: KVPool,
-        ahead: torch.Tensor | None,
-    ) -> torch.Tensor:  # fmt: skip
+        self, qkv: torch.Tensor, rope: Rope, turn: Turn | None, batch: ForwardBatch, pool: KVPool
+    ) -> torch.Tensor:
         """Normalise and rotate queries and keys, store keys and values: queries [T, heads, dim]."""
         if turn is not None and (fused := qk_rope_store_function()) is not None:
             with contextlib.suppress(KernelUnavailable):  # of this type or width of heads
                 return fused(
                     qkv, turn.q_weight, turn.k_weight, turn.eps, turn.table, batch.positions,
                     batch.out_loc, pool.k(self._layer), pool.v(self._layer), self._q, self._kv,
-                    ahead,
                 )  # fmt: skip
         heads = qkv.view(-1, self._q + 2 * self._kv, self._dim)
         qk, v = heads[:, : self._q + self._kv], heads[:, self._q + self._kv :]
@@ -139,8 +135,9 @@ class MLP(BaseOP):
 
     def __init__(
         self, hidden: int, width: int, shard: Shard, bias: bool, dtype: torch.dtype,
-        comm: Communicator,
+        comm: Communicator, ahead: Ahead,
     ) -> None:  # fmt: skip
+        self._ahead = ahead
         parts = (Part("gate_proj", width, shard), Part("up_proj", width, shard))
         self.gate_up_proj = MergedColumnLinear(hidden, parts, bias, dtype)
         self.down_proj = RowParallelLinear(width, shard, hidden, bias, dtype, comm)
@@ -148,7 +145,8 @@ class MLP(BaseOP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x is [T, hidden]; so is the result."""
         x = self.gate_up_proj.forward(x)
-        return self.down_proj.forward(silu_and_mul(x, ahead_of(x, self.down_proj)))
+        self._ahead.fetch(self.down_proj.weight)
+        return self.down_proj.forward(silu_and_mul(x))
 
 
 class DecoderLayer(BaseOP):
@@ -156,24 +154,26 @@ class DecoderLayer(BaseOP):
 
     def __init__(
         self, config: ModelConfig, layer: int, heads: HeadShard, dtype: torch.dtype,
-        comm: Communicator, rotary: RotaryEmbedding,
+        comm: Communicator, rotary: RotaryEmbedding, ahead: Ahead,
     ) -> None:  # fmt: skip
         hidden, eps = config.hidden_size, config.rms_norm_eps
+        self._ahead = ahead
         self.input_layernorm = RMSNorm(hidden, eps, dtype)
-        self.self_attn = Attention(config, layer, heads, dtype, comm, rotary)
+        self.self_attn = Attention(config, layer, heads, dtype, comm, rotary, ahead)
         self.post_attention_layernorm = RMSNorm(hidden, eps, dtype)
-        self.mlp = _mlp(config, layer, dtype, comm)
+        self.mlp = _mlp(config, layer, dtype, comm, ahead)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, batch: ForwardBatch,
         attn: AttentionBackend, pool: KVPool,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """x and residual are [T, hidden]: what was computed last and what it is to be added to."""
-        ahead = ahead_of(x, self.self_attn.qkv_proj)
-        x, residual = self.input_layernorm.forward_add(x, residual, ahead)
+        self._ahead.fetch(self.self_attn.qkv_proj.weight)
+        x, residual = self.input_layernorm.forward_add(x, residual)
         x = self.self_attn.forward(x, rope, batch, attn, pool)
-        ahead = ahead_of(x, self.mlp.gate_up_proj) if isinstance(self.mlp, MLP) else None
-        x, residual = self.post_attention_layernorm.forward_add(x, residual, ahead)
+        if isinstance(self.mlp, MLP):
+            self._ahead.fetch(self.mlp.gate_up_proj.weight)
+        x, residual = self.post_attention_layernorm.forward_add(x, residual)
         return self.mlp.forward(x), residual
 
     def forward_few(
@@ -210,12 +210,12 @@ class DecoderLayer(BaseOP):
             h.add_(mlp.forward(norm.forward(h)))
             return None
         then = norm if ways.gate_up == Way.WIDE else None
-        ready = kernels.added(ways.o, h, heads, project, then, mlp.gate_up_proj)
+        ready = kernels.added(ways.o, h, heads, project, then)
         x = kernels.normed(ways.gate_up, h, ready, norm, mlp.gate_up_proj, mlp.down_proj, silu=True)
         if following is None:
             return kernels.added(ways.down, h, x, mlp.down_proj)
         then = following.input_layernorm if ways.qkv == Way.WIDE else None
-        return kernels.added(ways.down, h, x, mlp.down_proj, then, following.self_attn.qkv_proj)
+        return kernels.added(ways.down, h, x, mlp.down_proj, then)
 
 
 class Decoder(BaseOP):
@@ -226,7 +226,7 @@ class Decoder(BaseOP):
     ) -> None:
         heads = head_shard(config.num_heads, config.num_kv_heads, comm.rank, comm.size)
         rotary = RotaryEmbedding(config.rope, config.head_dim, device)
-        self._rotary, self._dtype = rotary, dtype
+        self._rotary, self._dtype, self._ahead = rotary, dtype, Ahead(device)
         self._rope_table: torch.Tensor | None = None
         if device.type == "cuda" and qk_rope_store_function() is not None:
             self._rope_table = rotary.table(config.max_model_len)
@@ -234,7 +234,8 @@ class Decoder(BaseOP):
             config.vocab_size, config.hidden_size, dtype, comm
         )
         self._layers = [
-            DecoderLayer(config, i, heads, dtype, comm, rotary) for i in range(config.num_layers)
+            DecoderLayer(config, i, heads, dtype, comm, rotary, self._ahead)
+            for i in range(config.num_layers)
         ]
         self.layers = OPList(self._layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
@@ -264,6 +265,7 @@ class Decoder(BaseOP):
             wide=wide_linear.wide_linear_function() if wide else None,
             wide_add=WIDE_ADD,
             wide_tokens=wide_linear.max_tokens(),
+            fetch=self._ahead.fetch,
         )
         if not kernels.most:
             return {}
@@ -328,8 +330,7 @@ class Decoder(BaseOP):
         dense = all(isinstance(layer.mlp, MLP) for layer in self._layers)
         if self._device.type != "cuda" or not self._alone or not dense:
             return 0
-        layer = sum(weight.nbytes for weight in self._layers[0].state_dict().values())
-        return least_requests(layer, torch.cuda.get_device_properties(self._device).L2_cache_size)
+        return least_requests()
 
     def forward(self, batch: ForwardBatch, attn: AttentionBackend, pool: KVPool) -> torch.Tensor:
         """The hidden state of each request's last token: [B, hidden]."""
@@ -342,6 +343,17 @@ class Decoder(BaseOP):
         self, x: torch.Tensor, batch: ForwardBatch, attn: AttentionBackend, pool: KVPool
     ) -> torch.Tensor:
         """From embedded tokens to the last norm."""
+        with self._ahead.step(x):
+            x, residual = self._through_layers(x, batch, attn, pool)
+        if not batch.is_decode:
+            x = x.index_select(0, batch.last_indices)
+            residual = None if residual is None else residual.index_select(0, batch.last_indices)
+        return self.norm.forward_add(x, residual)[0]
+
+    def _through_layers(
+        self, x: torch.Tensor, batch: ForwardBatch, attn: AttentionBackend, pool: KVPool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What was computed last, and what it is to be added to, if anything."""
         rope = Rope(self._rotary, self._rope_table, batch.positions, self._dtype)
         residual: torch.Tensor | None = None
         ways = self._choice[len(x)]
@@ -354,10 +366,7 @@ class Decoder(BaseOP):
         else:
             for layer in self._layers:
                 x, residual = layer.forward(x, residual, rope, batch, attn, pool)
-        if not batch.is_decode:
-            x = x.index_select(0, batch.last_indices)
-            residual = None if residual is None else residual.index_select(0, batch.last_indices)
-        return self.norm.forward_add(x, residual)[0]
+        return x, residual
 
 
 class CausalLM(BaseOP):
@@ -408,7 +417,9 @@ class CausalLM(BaseOP):
         return self.lm_head.forward(self.model.forward(batch, attn, pool), out)
 
 
-def _mlp(config: ModelConfig, layer: int, dtype: torch.dtype, comm: Communicator) -> MLP | MoeMLP:
+def _mlp(
+    config: ModelConfig, layer: int, dtype: torch.dtype, comm: Communicator, ahead: Ahead
+) -> MLP | MoeMLP:
     hidden, moe = config.hidden_size, config.moe
     if moe is not None and layer in moe.layers:
         width = moe.intermediate_size
@@ -419,4 +430,4 @@ def _mlp(config: ModelConfig, layer: int, dtype: torch.dtype, comm: Communicator
         )  # fmt: skip
     width = config.intermediate_size
     shard = even_shard("intermediate_size", width, comm.rank, comm.size)
-    return MLP(hidden, width, shard, config.mlp_bias, dtype, comm)
+    return MLP(hidden, width, shard, config.mlp_bias, dtype, comm, ahead)

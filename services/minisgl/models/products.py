@@ -15,7 +15,6 @@ import torch
 from minisgl.layers.activation import silu_and_mul
 from minisgl.layers.linear import Linear, RowParallelLinear, add_product
 from minisgl.layers.norm import RMSNorm
-from minisgl_kernels.ahead import TOKENS
 from minisgl_kernels.skinny_linear import MAX_TOKENS as SKINNY_TOKENS
 from minisgl_kernels.skinny_linear import SkinnyLinear
 from minisgl_kernels.wide_linear import Normed, WideAdd, WideLinear, wide_add
@@ -63,6 +62,8 @@ class Kernels:
     wide: WideLinear | None = None
     wide_add: WideAdd = wide_add
     wide_tokens: int = 0
+    fetch: Callable[[torch.Tensor], None] = lambda weight: None
+    """Called with the weights of the next product where a kernel comes first that hardly reads."""
 
     @property
     def most(self) -> int:
@@ -86,7 +87,7 @@ class Kernels:
         then: Linear | None = None, *, silu: bool = False,
     ) -> torch.Tensor:  # fmt: skip
         """Norm of h [T, hidden] and product, then the gate. `ready`: what `added` gave with h.
-        `then`: the next product, if little stands between."""
+        `then`: the product behind the gate."""
         if way == Way.WIDE and self.wide is not None:
             if ready is not None:
                 return self.wide(ready, project.weight, eps=norm.eps, bias=project.bias, silu=silu)
@@ -94,36 +95,34 @@ class Kernels:
             return self.wide(x, project.weight, bias=project.bias, silu=silu)
         if way == Way.SKINNY and self.skinny is not None:
             return self.skinny(
-                h, project.weight, norm=norm.weight, eps=norm.eps, bias=project.bias, silu=silu,
-                ahead=ahead_of(h, then),
-            )  # fmt: skip
-        x = project.forward(norm.forward(h, ahead_of(h, project)))
-        return silu_and_mul(x, ahead_of(h, then)) if silu else x
+                h, project.weight, norm=norm.weight, eps=norm.eps, bias=project.bias, silu=silu
+            )
+        self.fetch(project.weight)
+        x = project.forward(norm.forward(h))
+        if not silu:
+            return x
+        if then is not None:
+            self.fetch(then.weight)
+        return silu_and_mul(x)
 
     def added(
         self, way: Way, h: torch.Tensor, x: torch.Tensor, by: RowParallelLinear,
-        following: RMSNorm | None = None, then: Linear | None = None,
+        following: RMSNorm | None = None,
     ) -> Normed | None:  # fmt: skip
         """Add the product of x to h, on one rank. With `following`, the norm that comes next, its
-        result for `normed`, if this way leaves it behind. `then`: the next product."""
+        result for `normed`, if this way leaves it behind."""
         if way == Way.WIDE and self.wide is not None:
             if following is not None:
                 return self.wide_add(h, x, by.weight, following.weight, bias=by.bias)
             self.wide(x, by.weight, bias=by.bias, residual=h)
             return None
         if way == Way.SKINNY and self.skinny is not None:
-            self.skinny(x, by.weight, bias=by.bias, residual=h, ahead=ahead_of(h, then))
+            self.skinny(x, by.weight, bias=by.bias, residual=h)
             return None
         add_product(h, x, by.weight)
         if by.bias is not None:
             h.add_(by.bias)
         return None
-
-
-def ahead_of(x: torch.Tensor, by: Linear | None, most: int = TOKENS) -> torch.Tensor | None:
-    """The weights of the product that comes next, if the kernel before it, which x [T, inputs] is
-    for, has time to bring them into the cache."""
-    return None if by is None or not x.is_cuda or len(x) > most else by.weight
 
 
 class Choice:

@@ -115,7 +115,7 @@ def cuda_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CudaRunner]]:
         self._runner = CudaRunner(
             parts, Stream(), vocab_size=self.vocab_size, dtype=self._dtype,  # type: ignore[arg-type]
             max_requests=requests, max_tokens=config.max_prefill_tokens + requests,
-            check=lambda: None, halves_from=least_requests(2, 1),
+            check=lambda: None, halves_from=least_requests(),
         )  # fmt: skip
         most = 256 if config.cuda_graph_max_bs is None else config.cuda_graph_max_bs
         self._runner.capture(graph_sizes(min(most, requests)), prompt_sizes(self.max_seq_len))
