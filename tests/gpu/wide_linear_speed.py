@@ -52,6 +52,8 @@ TOKENS = (16, 32, 64, 96, 128, 176, 256)
 SWEPT = {"0.6b": (32, 96, 176, 256), "14b": (32, 128, 256)}
 BLOCKS = {"0.6b": (24, 272), "14b": (56, 560)}
 """The fewest and the most of a cut that is tried."""
+SPLIT_OF_SHARED = {"0.6b": 4, "14b": 1}
+"""The largest split where blocks share tokens."""
 HALF = 113_000
 """Shared memory of a block when a multiprocessor holds two."""
 SECONDS = 0.003
@@ -67,11 +69,12 @@ def time_one(call: Callable[..., object], x: torch.Tensor, weights: list[torch.T
 
 
 def wide(
-    mode: int, cut: Blocks | None, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
-) -> object:
+    mode: int, cut: Blocks | None, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor,
+    ahead: torch.Tensor | None = None,
+) -> object:  # fmt: skip
     if mode == 1:
-        return wide_add(residual, x, weight, residual[0], blocks=cut)
-    return wide_linear(x, weight, silu=mode == 2, blocks=cut)
+        return wide_add(residual, x, weight, residual[0], blocks=cut, ahead=ahead)
+    return wide_linear(x, weight, silu=mode == 2, blocks=cut, ahead=ahead)
 
 
 def library(
@@ -89,8 +92,8 @@ def candidates(model: str, product: Product, tokens: int) -> list[Blocks]:
     found = []
     for cut in possible_blocks(*product[:2], tokens, product.mode):
         blocks = -(-product.rows // (ROWS * cut.groups)) * cut.split * cut.tiles
-        few = cut.share == 1 or (cut.share == 2 and cut.tiles <= 2 and model == "0.6b")
-        if least <= blocks <= most and cut.tiles <= 3 and few:
+        shared = cut.tiles <= 2 and cut.groups <= 2 and cut.split <= SPLIT_OF_SHARED[model]
+        if least <= blocks <= most and cut.tiles <= 3 and (cut.share == 1 or shared):
             found.append(cut)
     return found
 
@@ -115,6 +118,13 @@ def sweep(model: str, results: dict[str, dict[str, float]]) -> None:
                     some = cut._replace(shared=shared)
                     times[some] = time_one(partial(wide, mode, some, residual), x, weights)
             best = sorted(times, key=times.__getitem__)
+            fetching = [
+                (x, weight, weights[i + 1 - len(weights)]) for i, weight in enumerate(weights)
+            ]
+            ahead = min(
+                1e6 * time_on_device(partial(wide, mode, cut, residual), fetching, SECONDS)
+                for cut in best[:4]
+            )
             rule = shape_of_blocks(rows, k, tokens, mode)
             shown = " ".join(
                 f"{times[cut]:.2f}{cut[:4]}{'' if cut.shared == SHARED_BYTES else 'h'}"
@@ -123,7 +133,7 @@ def sweep(model: str, results: dict[str, dict[str, float]]) -> None:
             library_time = time_one(partial(library, mode, residual), x, weights)
             print(
                 f"{rows}x{k} {tokens}: {shown} | rule {times.get(rule, 0.0):.2f}{rule[:4]}"
-                f" | library {library_time:.2f}", flush=True,
+                f" | ahead {ahead:.2f} | library {library_time:.2f}", flush=True,
             )  # fmt: skip
             found = {" ".join(map(str, cut)): time for cut, time in times.items()}
             results[f"{rows} {k} {mode} {tokens}"] = {"library": library_time, **found}

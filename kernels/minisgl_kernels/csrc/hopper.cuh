@@ -128,7 +128,7 @@ __device__ inline void arrive_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 
-// The same, but what this thread wrote need not be seen: it does not wait for its loads, either.
+// The same, but what this thread wrote need not be seen, so it does not wait for that either.
 __device__ inline void arrive_cluster_early() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -144,10 +144,10 @@ __device__ inline uint32_t address_in(uint32_t address, uint32_t rank) {
   return there;
 }
 
-// `arrive` at a barrier of another block.
+// `arrive` at a barrier of another block. What this thread wrote need not be seen there: that would
+// be a fence of the whole device each time.
 __device__ inline void arrive_in(uint32_t there) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(there)
-               : "memory");
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
 }
 
 __device__ inline float4 load_in_cluster(uint32_t address) {

@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kThreads)
       }
       end_products();
       wait_products<1>();
-      if (i > 0 && lane < SHARE) {
+      if (i > 0 && i - 1 + of.stages < count && lane < SHARE) {
         const uint32_t barrier = empty + (stage > 0 ? stage - 1 : of.stages - 1) * 8;
         if constexpr (SHARE == 1) arrive(barrier);
         else arrive_in(address_in(barrier, rank + lane * SPLIT));
@@ -257,7 +257,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   if constexpr (kCluster > 1) {  // others may still read this block's sums, or come to its barriers
     __syncwarp();
-    arrive_cluster();
+    arrive_cluster_early();
     wait_cluster();
   }
 }

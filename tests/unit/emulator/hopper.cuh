@@ -126,7 +126,7 @@ inline uint64_t operand(uint32_t tile) { return tile >> 4; }
 inline void begin_products() {}
 inline void end_products() {}
 template <int COUNT>
-void wait_products() {}
+void wait_products() { __syncwarp(); }  // the warp goes on together, as it does there
 
 inline float element_at(uint64_t tile, int row, int k) {
   const uint32_t at = static_cast<uint32_t>(tile) * 16 + row * 128 + k * 2;
