@@ -49,7 +49,9 @@ np.save(out, np.stack(rows))
 def test_llama_cpp_is_measured_beside_the_engine(
     tmp_path: Path, flags: tuple[str, ...], weights: str
 ) -> None:
-    folder = tiny.build_tiny(tmp_path / "model")
+    # So large that each of its cells takes some time.
+    size = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
+    folder = tiny.build_tiny(tmp_path / "model", **size)
     report = tmp_path / "report.json"
     command = [
         sys.executable, "-P", "-m", "minisgl", "bench", "offline", "--model", str(folder),

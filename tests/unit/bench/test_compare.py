@@ -60,6 +60,17 @@ def test_a_cell_that_was_not_measured_is_named() -> None:
         system("rival", printing(LINES[0])).measure(GRID.cells, 60)
 
 
+def test_one_that_may_lose_lines_runs_again(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    late = script(
+        f"open({str(log)!r}, 'a').write('x')\n"
+        f"if len(open({str(log)!r}).read()) == 2: print({json.dumps(LINES[0])!r})"
+    )
+    forgetful = Contender("rival", "1.0", "bfloat16", late, attempts=3)
+    assert forgetful.measure([ONE], 60) == {ONE: Times(2.0, 5.0)}
+    assert log.read_text() == "xx"
+
+
 def test_the_end_of_a_crashed_process_is_told_with_its_last_line() -> None:
     crash = script("import sys; print('first', file=sys.stderr); sys.exit('no memory left')")
     with pytest.raises(Failed, match="ended with code 1: no memory left"):

@@ -91,19 +91,26 @@ class Contender:
     read: Reader = read_worker
     environment: Mapping[str, str] = field(default_factory=dict)
 
+    attempts: int = 1
+    """Runs, if one ends well but does not print every cell."""
+
+    def run(self, seconds: float) -> dict[Cell, Times]:
+        """Run it once: what it prints. Raises `Failed` if it crashes or takes longer."""
+        output = run_command(self.command, self.environment, seconds)
+        return dict(pair for line in output.objects if (pair := self.read(line)) is not None)
+
     def measure(self, cells: Sequence[Cell], seconds: float) -> dict[Cell, Times]:
-        """Run it once. Raises `Failed` if it crashes, takes longer or leaves a cell out."""
-        found = dict(
-            pair for line in run_command(self.command, self.environment, seconds).objects
-            if (pair := self.read(line)) is not None
-        )  # fmt: skip
-        if missing := [cell for cell in cells if cell not in found]:
-            first = missing[0]
-            raise Failed(
-                f"it printed no times for batch {first.batch} with prompts of "
-                f"{first.prompt_tokens} tokens"
-            )
-        return {cell: found[cell] for cell in cells}
+        """The times of all cells. Raises `Failed`, also if one is missing."""
+        for _ in range(self.attempts):
+            found = self.run(seconds)
+            missing = [cell for cell in cells if cell not in found]
+            if not missing:
+                return {cell: found[cell] for cell in cells}
+        first = missing[0]
+        raise Failed(
+            f"it printed no times for batch {first.batch} with prompts of {first.prompt_tokens} "
+            "tokens"
+        )
 
 
 @dataclass(frozen=True, slots=True)

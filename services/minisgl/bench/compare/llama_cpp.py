@@ -75,7 +75,7 @@ def find(task: Task, weights: str, cpu_flags: Collection[str]) -> Contender:
     for build in _builds():
         probe = build.contender(replace(task, grid=_PROBE), weights)
         try:
-            probe.measure(_PROBE.cells, _PROBE_SECONDS)
+            probe.run(_PROBE_SECONDS)
         except Failed as error:
             hint = " (no instruction of this machine)" if error.killed_by == signal.SIGILL else ""
             failed.append(f"{build.version}: {error}{hint}")
@@ -100,6 +100,8 @@ class _Build:
         return Contender(
             "llama.cpp", self.version, weights, batched_bench(self.program, task),
             functools.partial(read_batched_bench, output_tokens=task.grid.output_tokens),
+            # It does not wait for its thread that writes, so the last lines may be missing.
+            attempts=4,
         )  # fmt: skip
 
 
