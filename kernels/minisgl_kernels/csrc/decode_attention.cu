@@ -187,14 +187,6 @@ struct Inputs {
   float eps;
 };
 
-// Read 4 bytes for the caches' sake.
-__device__ void touch(const void* from) {
-#ifdef __CUDA_ARCH__
-  uint32_t ignored;
-  asm volatile("ld.global.u32 %0, [%1];" : "=r"(ignored) : "l"(from));
-#endif
-}
-
 constexpr int kHalf = HEAD_DIM / 2;
 
 // Pairs of a head: x[0] are elements of its first half, x[1] those that stand kHalf behind them.
@@ -210,27 +202,32 @@ __device__ float norm_factor(const Pairs<N>& x, float eps) {
   return rsqrtf(group_sum<LANES>(squares) / HEAD_DIM + eps);
 }
 
-// Normalise N elements of each half that stand together, from `at` on, and turn them.
+// What normalises and turns N elements of each half that stand together, from `at` on.
 template <int N>
-__device__ void turn(float* first, float* second, float factor, const Elem* weight,
-                     const float* angles, int at) {
-  const auto cos = Vec<float, N>::load(angles + at), sin = Vec<float, N>::load(angles + kHalf + at);
+struct Angles {
+  Vec<float, N> cos, sin;
   Vec<Elem, N> scale[2];
-  if (FUSED == 2) {
+
+  __device__ void load(const Elem* weight, const float* row, int at) {
+    cos = Vec<float, N>::load(row + at);
+    sin = Vec<float, N>::load(row + kHalf + at);
+    if (FUSED != 2) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) scale[half] = Vec<Elem, N>::load(weight + half * kHalf + at);
   }
+  __device__ void turn(float* first, float* second, float factor) const {
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-    float a = first[i], b = second[i];
-    if (FUSED == 2) {
-      a *= factor * to_float(scale[0].of[i]);
-      b *= factor * to_float(scale[1].of[i]);
+    for (int i = 0; i < N; ++i) {
+      float a = first[i], b = second[i];
+      if (FUSED == 2) {
+        a *= factor * to_float(scale[0].of[i]);
+        b *= factor * to_float(scale[1].of[i]);
+      }
+      first[i] = a * cos.of[i] - b * sin.of[i];
+      second[i] = b * cos.of[i] + a * sin.of[i];
     }
-    first[i] = a * cos.of[i] - b * sin.of[i];
-    second[i] = b * cos.of[i] + a * sin.of[i];
   }
-}
+};
 
 // The key and the value of a request's new token, of which each lane has kHalf / 32 neighbouring
 // elements of either half.
@@ -238,6 +235,7 @@ struct NewToken {
   static constexpr int kEach = kHalf / 32;
   using Part = Vec<Elem, kEach>;
   Part key[2], value[2];
+  Angles<kEach> angles;
 
   __device__ void load(const Elem* k, const Elem* v, int lane) {
 #pragma unroll
@@ -246,15 +244,14 @@ struct NewToken {
       value[half] = Part::load(v + half * kHalf + lane * kEach);
     }
   }
-  __device__ void rotate(const Inputs& in, const float* angles, int lane) {
+  __device__ void turn(float eps) {
     Pairs<kEach> x;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       x[0][i] = to_float(key[0].of[i]);
       x[1][i] = to_float(key[1].of[i]);
     }
-    const float factor = FUSED == 2 ? norm_factor<32, kEach>(x, in.eps) : 1.f;
-    turn<kEach>(x[0], x[1], factor, in.k_weight, angles, lane * kEach);
+    angles.turn(x[0], x[1], FUSED == 2 ? norm_factor<32, kEach>(x, eps) : 1.f);
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       key[0].of[i] = from_float<Elem>(x[0][i]);
@@ -396,20 +393,6 @@ __global__ void attention(const __grid_constant__ Inputs in) {
     }
     end_group();
   };
-  if constexpr (FUSED != 0) {
-    // Into the L1 cache, 128 bytes a lane: what no kernel writes, and is read at once afterwards.
-    constexpr int kWeight = kRowBytes / 128, kAngles = HEAD_DIM * 4 / 128;
-    const char* from = nullptr;
-    if (lane < kAngles) {
-      const int64_t row = int64_t{chunk.request.tokens - 1} * HEAD_DIM;
-      from = reinterpret_cast<const char*>(in.cos_sin + row) + lane * 128;
-    } else if (FUSED == 2 && lane < kAngles + 2 * kWeight) {
-      const int line = lane - kAngles;
-      const Elem* const weight = line < kWeight ? in.q_weight : in.k_weight;
-      from = reinterpret_cast<const char*>(weight) + line % kWeight * 128;
-    }
-    if (from != nullptr) touch(from);
-  }
   bool waited = false;
 #pragma unroll
   for (int stage = 0; stage < STAGES - 1; ++stage) {
@@ -419,32 +402,40 @@ __global__ void attention(const __grid_constant__ Inputs in) {
     }
     copy_next(stage);
   }
-  if (!waited) wait_for_previous();
-  // The next kernel would wait on SMs that are left to kernels of another stream.
-  if (LAUNCH_NEXT) launch_next();
-
   // Of the request at hand: its queries as columns, and what was computed of it in this chunk.
   int index = chunk.index;
   Request request = chunk.request;
   uint32_t queries[2 * kSteps];
   float out[kSteps][4], top[2], sum[2];
+  // FUSED: what turns the queries, and the new token, if its tile is in this chunk.
+  [[maybe_unused]] Angles<2> angles[kSteps];
   [[maybe_unused]] NewToken added;
+  const auto load_angles = [&]() {
+    const float* const row = in.cos_sin + int64_t{request.tokens - 1} * HEAD_DIM;
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) angles[i].load(in.q_weight, row, 8 * i + lane % 4 * 2);
+    added.angles.load(in.k_weight, row, lane * NewToken::kEach);
+  };
+  if (FUSED) load_angles();  // no kernel writes these, either
+  if (!waited) wait_for_previous();
+  // The next kernel would wait on SMs that are left to kernels of another stream.
+  if (LAUNCH_NEXT) launch_next();
+
   const auto begin_request = [&]() {
     const int g = lane / 4;
     const Elem* const row = in.q + index * in.q_step;
+    [[maybe_unused]] const bool last = request.end() <= chunk.end;
+    [[maybe_unused]] int to = 0;
+    if (FUSED && last) {
+      const Elem* const k = row + (in.kv_heads * GROUP + head) * HEAD_DIM;
+      added.load(k, k + in.kv_heads * HEAD_DIM, lane);
+      to = __ldcg(in.page_table + request.row * in.columns + request.tokens - 1);
+    }
     const auto* from =
         reinterpret_cast<const uint32_t*>(row + (head * GROUP + g) * HEAD_DIM) + lane % 4;
 #pragma unroll
     for (int i = 0; i < 2 * kSteps; ++i) queries[i] = g < GROUP ? from[4 * i] : 0u;
     if constexpr (FUSED != 0) {
-      const float* const angles = in.cos_sin + int64_t{request.tokens - 1} * HEAD_DIM;
-      const bool last = request.end() <= chunk.end;
-      int to = 0;
-      if (last) {
-        const Elem* const k = row + (in.kv_heads * GROUP + head) * HEAD_DIM;
-        added.load(k, k + in.kv_heads * HEAD_DIM, lane);
-        to = __ldcg(in.page_table + request.row * in.columns + request.tokens - 1);
-      }
       Pairs<2 * kSteps> x;
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
@@ -454,12 +445,12 @@ __global__ void attention(const __grid_constant__ Inputs in) {
       const float factor = FUSED == 2 ? norm_factor<4, 2 * kSteps>(x, in.eps) : 1.f;
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
-        turn<2>(&x[0][2 * i], &x[1][2 * i], factor, in.q_weight, angles, 8 * i + lane % 4 * 2);
+        angles[i].turn(&x[0][2 * i], &x[1][2 * i], factor);
         queries[i] = pack(x[0][2 * i], x[0][2 * i + 1]);
         queries[i + kSteps] = pack(x[1][2 * i], x[1][2 * i + 1]);
       }
       if (last) {
-        added.rotate(in, angles, lane);
+        added.turn(in.eps);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int64_t at = to * in.slot_bytes + head * kRowBytes +
@@ -595,6 +586,7 @@ __global__ void attention(const __grid_constant__ Inputs in) {
     }
     if (tile + 1 < chunk.end) {
       request = load(in.requests + ++index);
+      if (FUSED) load_angles();
       begin_request();
     }
   }
