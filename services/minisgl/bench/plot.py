@@ -58,7 +58,10 @@ def plot_served(records: Sequence[RequestRecord], path: str, title: str) -> None
 
 
 def plot_scales(runs: Sequence[dict[str, Any]], path: str, title: str) -> None:
-    """Write a PNG: latencies, throughput and idle share of a trace over its time scales."""
+    """Write a PNG: latencies, throughput and idle share of a trace over its time scales.
+
+    `runs` are reports of `replay`.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -71,15 +74,18 @@ def plot_scales(runs: Sequence[dict[str, Any]], path: str, title: str) -> None:
     for axis, (name, key) in zip(
         axes.flat,
         (
-            ("time to first token (s)", "ttft_seconds"),
-            ("time per output token (s)", "tpot_seconds"),
-            ("time of the whole request (s)", "e2e_seconds"),
+            ("time to first token (ms)", "ttft_seconds"),
+            ("time per output token (ms)", "tpot_seconds"),
+            ("time of the whole request (ms)", "e2e_seconds"),
         ),
         strict=False,
     ):
         for part in ("p99", "p90", "p50"):
-            axis.plot(scales, [run[key][part] for run in runs], marker="o", label=part)
+            values = [None if (v := run[key][part]) is None else 1e3 * v for run in runs]
+            axis.plot(scales, values, marker="o", label=part)
         axis.set(ylabel=name, yscale="log")
+        for labels in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+            labels(lambda value, place: f"{value:g}")
         axis.legend()
     axis = axes.flat[3]
     rates = [run["output_tokens_per_second"] for run in runs]
@@ -90,7 +96,7 @@ def plot_scales(runs: Sequence[dict[str, Any]], path: str, title: str) -> None:
     if None not in shares:
         beside = axis.twinx()
         lines += beside.plot(scales, shares, marker="s", color="C4", label="idle share")
-        beside.set(ylabel="share of the time in which the device is idle", ylim=(0, 1))
+        beside.set(ylabel="device idle, share of the time", ylim=(0, 1))
     axis.legend(handles=lines)
     for axis in axes.flat:
         axis.set_xlabel("time scale of the trace (smaller: faster arrivals)")
