@@ -73,7 +73,11 @@ def write_gguf(folder: Path, model: ModelConfig, path: Path, weights: str) -> No
         # cannot be Q8_0.
         whole = data.ndim > 1 and (weights != "Q8_0" or data.shape[-1] % 32 == 0)
         of = kind if whole else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(name, gguf.quants.quantize(data, of), raw_dtype=of)
+        if of == gguf.GGMLQuantizationType.BF16:  # on all threads
+            stored = torch.from_numpy(data).bfloat16().view(torch.uint8).numpy()
+        else:
+            stored = gguf.quants.quantize(data, of)
+        writer.add_tensor(name, stored, raw_dtype=of)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
