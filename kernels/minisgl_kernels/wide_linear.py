@@ -58,6 +58,8 @@ class Blocks(NamedTuple):
     """Blocks, of neighbouring rows, that fetch tokens for each other."""
     tiles: int = 1
     """Parts of the tokens."""
+    ways: int = 1
+    """Warpgroups that take turns with the same rows."""
     shared: int = SHARED_BYTES
     """Bytes of a block's shared memory."""
 
@@ -66,8 +68,13 @@ WideLinear = Callable[..., torch.Tensor]
 WideAdd = Callable[..., Normed]
 
 
-def _macros(tokens: int, groups: int, split: int, share: int, mode: int) -> dict[str, str | int]:
-    return {"TOKENS": tokens, "GROUPS": groups, "SPLIT": split, "SHARE": share, "MODE": mode}
+def _macros(
+    tokens: int, groups: int, ways: int, split: int, share: int, mode: int
+) -> dict[str, str | int]:
+    return {
+        "TOKENS": tokens, "GROUPS": groups, "WAYS": ways, "SPLIT": split, "SHARE": share,
+        "MODE": mode,
+    }  # fmt: skip
 
 
 _family = Family("wide_linear", "wide_linear", _macros)
@@ -161,7 +168,7 @@ def _call(
     if following is not None:
         parts = -(-rows // (ROWS * cut.groups))
         ready = Normed(torch.empty_like(out), out.new_empty((tokens, parts), dtype=torch.float32))
-    kernel = _family[width_of(tokens, cut), cut.groups, cut.split, cut.share, mode]
+    kernel = _family[signature(tokens, cut, mode)]
     kernel(
         out, x, weight, bias, squares, eps, following, ready and ready.x, ready and ready.squares,
         cut.shared, ahead,
@@ -185,25 +192,30 @@ def shape_of_blocks(rows: int, k: int, tokens: int, mode: int) -> Blocks:
     groups, tiles = (1, 1) if tokens <= 96 else (2, 2)
     blocks = -(-rows // (ROWS * groups)) * tiles
     split = next(n for n in (1, 2, 4, 8) if n * blocks > 48 or 2 * n > min(CLUSTER, k // K_STEP))
-    return Blocks(groups, split, 1, tiles)
+    return Blocks(groups, split, tiles=tiles)
+
+
+def signature(tokens: int, cut: Blocks, mode: int) -> tuple[int, ...]:
+    """What decides which kernel computes a product so."""
+    return width_of(tokens, cut), cut.groups, cut.ways, cut.split, cut.share, mode
 
 
 def possible_blocks(rows: int, k: int, tokens: int, mode: int) -> list[Blocks]:
     """All cuts that a block's registers and shared memory, and a cluster, hold."""
     found = []
-    for groups, split, share, tiles in itertools.product(
-        (1, 2, 3), (1, 2, 4, 8), (1, 2, 4), (1, 2, 3, 4)
+    for groups, ways, split, share, tiles in itertools.product(
+        (1, 2, 3), (1, 2), (1, 2, 4, 8), (1, 2, 4), (1, 2, 3, 4)
     ):
-        cut = Blocks(groups, split, share, tiles)
+        cut = Blocks(groups, split, share, tiles, ways)
         width, height = width_of(tokens, cut), ROWS * groups
-        if split * share > CLUSTER or split > k // K_STEP or width > MAX_TOKENS:
+        if split * share > CLUSTER or split * ways > k // K_STEP or width > MAX_TOKENS:
             continue
-        if (tiles - 1) * width >= tokens:
+        # Registers of a thread; squares are summed within a warp.
+        if (tiles - 1) * width >= tokens or (groups == 3 and mode == _ADD):
             continue
-        # More registers than a thread can have; squares are summed within a warp.
-        if groups == 3 and (width > 192 or mode == _ADD):
+        if width > {1: 256, 2: 256, 3: 192, 4: 128}.get(groups * ways, 0):
             continue
-        stages, sums = 2 * (height + width) * 2 * K_STEP, width * (height + 4) * 4
+        stages, sums = (ways + 1) * (height + width) * 2 * K_STEP, ways * width * (height + 4) * 4
         if max(stages, sums) + _TAIL <= SHARED_BYTES:
             found.append(cut)
     return found

@@ -16,11 +16,11 @@ from minisgl_kernels.wide_linear import (
     computes,
     possible_blocks,
     shape_of_blocks,
+    signature,
     wide_add,
     wide_add_reference,
     wide_linear,
     wide_linear_reference,
-    width_of,
 )
 
 DEVICE = "cuda"
@@ -85,12 +85,7 @@ def _seed() -> None:
 
 def compile_all(cases: list[tuple[int, Blocks, int]]) -> None:
     """Kernels for tokens, blocks and modes, at the same time."""
-    prepare(
-        {
-            (_family, (width_of(tokens, cut), cut.groups, cut.split, cut.share, mode))
-            for tokens, cut, mode in cases
-        }
-    )
+    prepare({(_family, signature(tokens, cut, mode)) for tokens, cut, mode in cases})
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +110,7 @@ def test_every_variant_is_its_reference(rows: int, k: int, tokens: int) -> None:
 CUTS = [Blocks(*cut) for cut in [
     (1, 1, 1, 1), (2, 1, 1, 1), (3, 1, 1, 1), (1, 2, 1, 1), (1, 8, 1, 1), (1, 1, 2, 1),
     (1, 1, 4, 1), (1, 2, 2, 1), (2, 2, 4, 1), (1, 4, 2, 2), (2, 1, 2, 3), (3, 2, 1, 2),
+    (1, 1, 1, 1, 2), (1, 4, 1, 1, 2), (2, 2, 2, 2, 2),
 ]]  # fmt: skip
 
 

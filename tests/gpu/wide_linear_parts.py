@@ -17,7 +17,7 @@ from minisgl.bench.device import time_on_device
 from minisgl_kernels import wide_linear as module
 from minisgl_kernels.build import CSRC
 from minisgl_kernels.cuda_build import cuda_module
-from minisgl_kernels.wide_linear import Blocks, width_of
+from minisgl_kernels.wide_linear import Blocks
 from tests.gpu.wide_linear_speed import MODELS, SECONDS, made, wide
 
 Case = tuple[int, int, Blocks]
@@ -64,11 +64,10 @@ def compiled(folder: Path, case: Case, without: tuple[str, ...]) -> object:
     return cuda_module("wide_linear", macros, csrc=folder).wide_linear
 
 
-def signature(case: Case) -> tuple[int, int, int, int, int]:
+def signature(case: Case) -> tuple[int, ...]:
     """The key of a case's kernel."""
     index, tokens, cut = case
-    mode = MODELS["0.6b"][index].mode
-    return width_of(tokens, cut), cut.groups, cut.split, cut.share, mode
+    return module.signature(tokens, cut, MODELS["0.6b"][index].mode)
 
 
 def main() -> None:

@@ -28,9 +28,9 @@ from minisgl_kernels.wide_linear import (
     _family,
     possible_blocks,
     shape_of_blocks,
+    signature,
     wide_add,
     wide_linear,
-    width_of,
 )
 
 
@@ -92,6 +92,8 @@ def candidates(model: str, product: Product, tokens: int) -> list[Blocks]:
     found = []
     for cut in possible_blocks(*product[:2], tokens, product.mode):
         blocks = -(-product.rows // (ROWS * cut.groups)) * cut.split * cut.tiles
+        if cut.ways > 1 and (tokens > 96 or cut.share > 1 or cut.groups > 1 or cut.tiles > 1):
+            continue
         shared = cut.tiles <= 2 and cut.groups <= 2 and cut.split <= SPLIT_OF_SHARED[model]
         if least <= blocks <= most and cut.tiles <= 3 and (cut.share == 1 or shared):
             found.append(cut)
@@ -102,7 +104,7 @@ def sweep(model: str, results: dict[str, dict[str, float]]) -> None:
     """A line for each product and number of tokens: the best cuts, the rule's, and libraries."""
     cases = [(product, n) for product in MODELS[model] for n in SWEPT[model]]
     variants = {
-        (_family, (width_of(n, cut), cut.groups, cut.split, cut.share, product.mode))
+        (_family, signature(n, cut, product.mode))
         for product, n in cases for cut in candidates(model, product, n)
     }  # fmt: skip
     prepare(variants)
@@ -127,12 +129,12 @@ def sweep(model: str, results: dict[str, dict[str, float]]) -> None:
             )
             rule = shape_of_blocks(rows, k, tokens, mode)
             shown = " ".join(
-                f"{times[cut]:.2f}{cut[:4]}{'' if cut.shared == SHARED_BYTES else 'h'}"
+                f"{times[cut]:.2f}{cut[:5]}{'' if cut.shared == SHARED_BYTES else 'h'}"
                 for cut in best[:7]
             )
             library_time = time_one(partial(library, mode, residual), x, weights)
             print(
-                f"{rows}x{k} {tokens}: {shown} | rule {times.get(rule, 0.0):.2f}{rule[:4]}"
+                f"{rows}x{k} {tokens}: {shown} | rule {times.get(rule, 0.0):.2f}{rule[:5]}"
                 f" | ahead {ahead:.2f} | library {library_time:.2f}", flush=True,
             )  # fmt: skip
             found = {" ".join(map(str, cut)): time for cut, time in times.items()}
@@ -165,7 +167,7 @@ def layer(model: str) -> None:
             h.addmm_(x, weights[3].t())  # noqa: B023
 
         prepare(
-            (_family, (width_of(tokens, cut), cut.groups, cut.split, cut.share, p.mode))
+            (_family, signature(tokens, cut, p.mode))
             for p in MODELS[model]
             for cut in [shape_of_blocks(p.rows, p.k, -(-tokens // 16) * 16, p.mode)]
         )

@@ -37,7 +37,7 @@ def test_every_cut_covers_the_tokens_and_fits_a_block(
         assert width % 8 == 0
         assert width // cut.share % 8 == 0, "a block fetches whole groups of 8 tokens"
         assert cut.split * cut.share <= 8
-        assert cut.split <= k // 64
+        assert cut.split * cut.ways <= k // 64
         assert 64 * cut.groups * width * 4 < SHARED_BYTES
         assert not (cut.groups == 3 and mode == 1)
 

@@ -4,7 +4,8 @@
 // a tensor core works on padding. A block has 64 GROUPS rows and up to TOKENS tokens. What is dear is
 // to bring x from the L2 cache to every block, so SHARE blocks with neighbouring rows fetch a part of
 // it each, for all of them. SPLIT blocks share the K dimension, so that all multiprocessors have
-// work. All these are a cluster. One thread has tiles of 64 k of W and of x copied to shared memory,
+// work. All these are a cluster. Within a block, WAYS warpgroups take turns with the same rows: the
+// products of few tokens are short, and each waits for the one before. One thread has tiles of 64 k of W and of x copied to shared memory,
 // swizzled, some stages ahead. At the end each block adds up, in the order of the blocks, what those
 // that share its K dimension have of its part of the tokens.
 //
@@ -24,15 +25,17 @@ namespace {
 
 using T = __nv_bfloat16;
 
-// Macros: TOKENS (a multiple of 8 SHARE to 256), GROUPS, SPLIT, SHARE, MODE.
+// Macros: TOKENS (a multiple of 8 SHARE to 256), GROUPS, WAYS, SPLIT, SHARE, MODE.
 constexpr int kCluster = SPLIT * SHARE;
 constexpr int kRows = 64 * GROUPS;
 constexpr int kOutputs = MODE == 2 ? kRows / 2 : kRows;  // of a block, for each token
 constexpr int kPitch = kRows + 4;  // of sums: a token further on is 4 banks further on, modulo 16
-constexpr int kThreads = 128 * GROUPS + 32;
+constexpr int kWarps = 4 * GROUPS * WAYS;  // that multiply; one more copies
+constexpr int kThreads = 32 * kWarps + 32;
 constexpr int kRowBytes = kChunk * 2;
 constexpr int kStageBytes = (kRows + TOKENS) * kRowBytes;
-constexpr int kSumBytes = TOKENS * kPitch * 4;
+constexpr int kSums = TOKENS * kPitch;
+constexpr int kSumBytes = WAYS * kSums * 4;
 constexpr int kMaxStages = 16;
 constexpr int kTail = 256 * 4 + 2 * kMaxStages * 8;  // scales and barriers
 
@@ -100,7 +103,7 @@ __global__ void __launch_bounds__(kThreads)
   };
 
   const int ahead = count < of.stages ? count : of.stages;
-  const bool copies = warp == 4 * GROUPS && lane == 0;
+  const bool copies = warp == kWarps && lane == 0;
   if (copies) {
     prefetch_map(&weight_map);
     prefetch_map(&token_map);
@@ -118,7 +121,7 @@ __global__ void __launch_bounds__(kThreads)
   if constexpr (SHARE > 1) wait_cluster();
 
   float sum[TOKENS / 2];
-  if (warp == 4 * GROUPS) {
+  if (warp == kWarps) {
     if (lane == 0) {
       publish_memory();  // x, which the kernel before may have written
       for (int i = 0; i < ahead; ++i) copy_tokens(i, i);
@@ -150,9 +153,10 @@ __global__ void __launch_bounds__(kThreads)
   } else {
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; ++i) sum[i] = 0.0f;
-    const uint32_t rows_of_group = warp / 4 * 64 * kRowBytes;
+    const uint32_t rows_of_group = warp / 4 % GROUPS * 64 * kRowBytes;
+    const int way = warp / (4 * GROUPS);
     uint32_t parity = 0;
-    for (int i = 0, stage = 0; i < count; ++i) {
+    for (int i = way, stage = way, before = 0; i < count; i += WAYS) {
       wait_barrier(full + stage * 8, parity);
       const uint64_t a = operand(start + stage * kStageBytes + rows_of_group);
       const uint64_t b = operand(start + stage * kStageBytes + kRows * kRowBytes);
@@ -163,23 +167,26 @@ __global__ void __launch_bounds__(kThreads)
       }
       end_products();
       wait_products<1>();
-      if (i > 0 && i - 1 + of.stages < count && lane < SHARE) {
-        const uint32_t barrier = empty + (stage > 0 ? stage - 1 : of.stages - 1) * 8;
+      if (i >= WAYS && i - WAYS + of.stages < count && lane < SHARE) {
+        const uint32_t barrier = empty + before * 8;
         if constexpr (SHARE == 1) arrive(barrier);
         else arrive_in(address_in(barrier, rank + lane * SPLIT));
       }
-      if (++stage == of.stages) stage = 0, parity ^= 1;
+      before = stage;
+      stage += WAYS;
+      if (stage >= of.stages) stage -= of.stages, parity ^= 1;
     }
     wait_products<0>();
   }
   __syncthreads();  // all of the ring has been read: sums take its place
 
   float* const sums = reinterpret_cast<float*>(ring);
-  if (warp < 4 * GROUPS) {
-    const int row = warp * 16 + lane / 4, token = lane % 4 * 2;
+  if (warp < kWarps) {
+    const int row = warp % (4 * GROUPS) * 16 + lane / 4, token = lane % 4 * 2;
+    float* const mine_of = sums + warp / (4 * GROUPS) * kSums;
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; ++i) {
-      sums[(i / 4 * 8 + token + i % 2) * kPitch + row + i % 4 / 2 * 8] = sum[i];
+      mine_of[(i / 4 * 8 + token + i % 2) * kPitch + row + i % 4 / 2 * 8] = sum[i];
     }
   }
   uint32_t places[SPLIT];
@@ -193,16 +200,19 @@ __global__ void __launch_bounds__(kThreads)
   }
   auto total = [&](int token, int row) {  // of four rows
     const int at = token * kPitch + row;
-    if constexpr (SPLIT == 1) {
-      return *reinterpret_cast<const float4*>(sums + at);
-    } else {
-      float4 each[SPLIT];
+    float4 each[SPLIT * WAYS];
 #pragma unroll
-      for (int i = 0; i < SPLIT; ++i) each[i] = load_in_cluster(places[i] + at * 4);
-#pragma unroll
-      for (int i = 1; i < SPLIT; ++i) each[0] = each[0] + each[i];
-      return each[0];
+    for (int i = 0; i < SPLIT * WAYS; ++i) {
+      const int place = i % WAYS * kSums + at;
+      if constexpr (SPLIT == 1) {
+        each[i] = *reinterpret_cast<const float4*>(sums + place);
+      } else {
+        each[i] = load_in_cluster(places[i / WAYS] + place * 4);
+      }
     }
+#pragma unroll
+    for (int i = 1; i < SPLIT * WAYS; ++i) each[0] = each[0] + each[i];
+    return each[0];
   };
 
   // A thread four outputs of a token; neighbours have neighbouring rows.
@@ -287,7 +297,7 @@ EXPORT(wide_linear) {
   of.stages = room / kStageBytes;
   if (of.stages > chunks) of.stages = chunks;
   if (of.stages > kMaxStages) of.stages = kMaxStages;
-  if (of.stages < 2 && of.stages < chunks) of.stages = 2;
+  if (of.stages < WAYS + 1) of.stages = WAYS + 1;  // a way lets go of a stage behind its next one
   const int ring = of.stages * kStageBytes > kSumBytes ? of.stages * kStageBytes : kSumBytes;
   const int shared = ring + kTail + 1024;
   static bool raised = false;
