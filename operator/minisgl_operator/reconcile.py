@@ -183,9 +183,10 @@ class Task:
             self._metrics.failures.inc()
             self._log.warning("the API server failed: %s", error.message)
             return TICK_SECONDS
-        except Exception:
+        except Exception as error:
             self._metrics.failures.inc()
             self._log.exception("this object could not be reconciled")
+            await self._post_failure(error)
             return RESYNC_SECONDS
 
     # --- one look ------------------------------------------------------------------------------
@@ -358,7 +359,7 @@ class Task:
             elif isinstance(action, DeletePod):
                 await self._delete(observed, Key("Pod", action.name), action.uid, action.why)
             else:
-                await self._post(observed, action)
+                await self._post(observed.obj.uid, action)
         applied = {Key.of(a.manifest) for a in decided.actions if isinstance(a, Apply)}
         self._refused.keep(decided)
         self._same = {k: one for k, one in self._same.items() if k in applied}
@@ -428,22 +429,30 @@ class Task:
         else:
             self._refused.drop(key)
 
-    async def _post(self, observed: Observed, event: Post) -> None:
+    async def _post_failure(self, error: Exception) -> None:
+        """The conditions may be old from now on: only an Event can say so."""
+        found = self._cache.get(api.KIND, self._namespace, self._name)
+        if found is None:
+            return
+        text = f"this object cannot be reconciled: {type(error).__name__}: {error}"
+        text += " (the operator's log has more)"
+        await self._post(found["metadata"]["uid"], Post("Warning", "ReconcileFailed", text))
+
+    async def _post(self, uid: str, event: Post) -> None:
         """An Event; the same one at most once in ten minutes. None is worth a failed look."""
-        said = (event.reason, event.message)
-        self._posted = {k: at for k, at in self._posted.items() if observed.now - at < 600}
+        now, said = time.monotonic(), (event.reason, event.message)
+        self._posted = {k: at for k, at in self._posted.items() if now - at < 600}
         if said in self._posted:
             return
-        self._posted[said] = observed.now
-        stamp = rfc3339(observed.wall)
-        obj = observed.obj
+        self._posted[said] = now
+        stamp = rfc3339(time.time())
         manifest = {
             "apiVersion": "v1",
             "kind": "Event",
-            "metadata": {"generateName": f"{obj.name}.", "namespace": obj.namespace},
+            "metadata": {"generateName": f"{self._name}.", "namespace": self._namespace},
             "involvedObject": {
-                "apiVersion": api.API_VERSION, "kind": api.KIND, "name": obj.name,
-                "namespace": obj.namespace, "uid": obj.uid,
+                "apiVersion": api.API_VERSION, "kind": api.KIND, "name": self._name,
+                "namespace": self._namespace, "uid": uid,
             },
             "type": event.type,
             "reason": event.reason,

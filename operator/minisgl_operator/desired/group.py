@@ -24,8 +24,9 @@ def labels(index: str, epoch: str) -> dict[str, str]:
 def filled(blank: Manifest, index: int, epoch: int, avoided: Sequence[str]) -> Manifest:
     """A revision's template for one group in one of its lives, away from the avoided nodes."""
     result = _labelled(blank, labels(str(index), str(epoch)))
-    if avoided:
-        result["spec"]["affinity"] = _avoiding(result["spec"].get("affinity") or {}, avoided)
+    affinity = result["spec"].get("affinity") or {}
+    if avoided and _is_affinity(affinity):
+        result["spec"]["affinity"] = _avoiding(affinity, avoided)
     return result
 
 
@@ -82,6 +83,17 @@ def _labelled(value: Any, given: Mapping[str, str]) -> Any:
     if isinstance(value, list):
         return [_labelled(one, given) for one in value]
     return value
+
+
+def _is_affinity(given: Any) -> bool:
+    """Whether its terms can be read; the server refuses what is written otherwise."""
+    if not isinstance(given, dict) or not isinstance(given.get("nodeAffinity") or {}, dict):
+        return False
+    required = (given.get("nodeAffinity") or {}).get(_REQUIRED) or {}
+    terms = (required.get("nodeSelectorTerms") or []) if isinstance(required, dict) else None
+    return isinstance(terms, list) and all(
+        isinstance(term, dict) and isinstance(term.get("matchFields", []), list) for term in terms
+    )
 
 
 def _avoiding(affinity: Manifest, avoided: Sequence[str]) -> Manifest:

@@ -1,7 +1,8 @@
 """spec.*.podTemplate, laid over the pod that the operator writes.
 
 Containers, init containers, volumes and env merge by name, volume mounts by mountPath; tolerations
-and pull secrets are appended; all else replaces, as the CRD says.
+and pull secrets are appended; all else replaces, as the CRD says. So does what should be a list and
+is none: the CRD knows little of these fields, and the server's refusal says what is wrong.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,9 @@ def lay_over(template: Manifest, user: PodTemplate) -> Manifest:
         metadata["annotations"] = {**metadata.get("annotations", {}), **user.metadata.annotations}
     spec = dict(template["spec"])
     for key, value in user.spec.items():
-        if key in ("containers", "initContainers"):
+        if not isinstance(value, list):
+            spec[key] = value
+        elif key in ("containers", "initContainers"):
             spec[key] = _by_key(spec.get(key, []), value, "name", merge=_container)
         elif key in ("volumes", "imagePullSecrets"):
             spec[key] = _by_key(spec.get(key, []), value, "name")
@@ -47,7 +50,7 @@ def lay_over_init(pod: Manifest, name: str, user: PodTemplate) -> Manifest:
 def _container(ours: Manifest, theirs: Manifest) -> Manifest:
     merged = {**ours, **theirs}
     for key, by in (("env", "name"), ("volumeMounts", "mountPath")):
-        if key in ours and key in theirs:
+        if key in ours and isinstance(theirs.get(key), list):
             merged[key] = _by_key(ours[key], theirs[key], by)
     return merged
 
@@ -60,6 +63,7 @@ def _by_key(
     result: dict[Any, Manifest] = {one[key]: one for one in ours}
     for index, one in enumerate(theirs):
         # One without its key is invalid; the server says so better than we could.
-        name = one.get(key, ("invalid", index)) if isinstance(one, Mapping) else ("invalid", index)
+        name: Any = one.get(key) if isinstance(one, Mapping) else None
+        name = name if isinstance(name, str) else ("invalid", index)
         result[name] = merge(result[name], one) if merge and name in result else one
     return list(result.values())

@@ -172,9 +172,10 @@ def _affinity(obj: MiniSGLang) -> Manifest:
     """The user's affinity, with the term that holds a group together."""
     ranks = obj.spec.ranks
     affinity: dict[str, Any] = dict(ranks.affinity)
-    if obj.spec.parallelism.pods == 1:
-        return affinity
-    pods: dict[str, Any] = dict(affinity.get("podAffinity") or {})
+    given = affinity.get("podAffinity") or {}
+    if obj.spec.parallelism.pods == 1 or not isinstance(given, dict):
+        return affinity  # the server refuses what is no object, and says so
+    pods: dict[str, Any] = dict(given)
     labels = {names.OBJECT_UID: obj.uid, **group.labels("", "")}
     term: Manifest = {
         "labelSelector": {"matchLabels": labels},
@@ -185,5 +186,6 @@ def _affinity(obj: MiniSGLang) -> Manifest:
     else:
         kind = "preferredDuringSchedulingIgnoredDuringExecution"
         entry = {"weight": 100, "podAffinityTerm": term}
-    pods[kind] = [*(pods.get(kind) or []), entry]
+    held = pods.get(kind) or []
+    pods[kind] = [*held, entry] if isinstance(held, list) else held
     return {**affinity, "podAffinity": pods}

@@ -1,5 +1,6 @@
 """What a task does with the API server's answers."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -24,11 +25,13 @@ class Server(Api):
         self.statuses: list[Manifest] = []
         self.applied: list[Key] = []
         self.denied: list[str] = []
+        self.posted: list[Manifest] = []
 
     async def get(self, kind: str, namespace: str, name: str) -> Manifest | None:
         return None
 
     async def create(self, manifest: Manifest) -> Manifest:
+        self.posted.append(manifest)
         return manifest
 
     async def apply(self, manifest: Manifest, *, subresource: str = "") -> Manifest:
@@ -115,3 +118,16 @@ async def test_the_sets_of_a_revision_are_made_in_the_look_that_makes_the_revisi
     assert Key("Deployment", "qwen-gateway") in server.applied
     assert len(server.applied) == len(set(server.applied))
     assert len(server.statuses) == 1
+
+
+async def test_an_object_that_cannot_be_reconciled_says_so_once() -> None:
+    server = Server()
+    async with acting(server, spec={"model": {"uri": 1}}):
+        for _ in range(100):
+            await asyncio.sleep(0.01)
+            if server.posted:
+                break
+    (event,) = server.posted
+    assert (event["type"], event["reason"]) == ("Warning", "ReconcileFailed")
+    assert event["involvedObject"]["uid"] == UID
+    assert "Expected `str`, got `int`" in event["message"]

@@ -290,3 +290,28 @@ def test_the_downloads_container_is_the_users_in_a_pod_that_downloads_for_itself
 def test_an_invalid_entry_is_passed_on_for_the_server_to_refuse() -> None:
     found = laid({"volumes": [{"emptyDir": {}}, {"emptyDir": {}}]})["spec"]["volumes"]
     assert found[1:] == [{"emptyDir": {}}, {"emptyDir": {}}]
+
+
+@pytest.mark.parametrize("odd", [1, True, "x", {"a": 1}, [1], ["x"], [None], [[]], [{"name": {}}]])
+@pytest.mark.parametrize("field", ["tolerations", "imagePullSecrets", "env", "volumeMounts"])
+def test_what_the_crd_does_not_know_to_be_wrong_reaches_the_server(field: str, odd: Any) -> None:
+    """It refuses the child that holds it, and says why: no other child is kept from being made."""
+    user = {"spec": {field: odd}}
+    if field in ("env", "volumeMounts"):
+        user = {"spec": {"containers": [{"name": "tokenizer", field: odd}]}}
+    found = settled({"model": HUB, "tokenizer": {"podTemplate": user}}).live.values()
+    (tokenizer,) = (one for one in found if one["metadata"]["name"] == "qwen-tokenizer")
+    made = pod(tokenizer) if field in pod(tokenizer) else main_container(tokenizer)
+    last = odd[-1] if isinstance(odd, list) else odd
+    assert (made[field][-1] if isinstance(odd, list) else made[field]) == last
+
+
+@pytest.mark.parametrize("odd", [1, "x", [1], {"required": 1}])
+def test_an_affinity_that_is_none_reaches_the_server_also_where_a_node_is_avoided(odd: Any) -> None:
+    if isinstance(odd, dict):
+        odd = {"requiredDuringSchedulingIgnoredDuringExecution": 1}
+    for field in ("podAffinity", "nodeAffinity"):
+        affinity = {"affinity": {field: odd}}
+        spec = {"model": HUB, "parallelism": {"tensor": 2}, "ranks": affinity}
+        made = pod(rank_set(spec, avoided=["n1"]))["affinity"][field]
+        assert made == odd or (isinstance(made, dict) and odd.items() <= made.items())
