@@ -141,4 +141,13 @@ def _group(survey: Survey, index: int, phase: str) -> dict[str, Any]:
         "nodes": sorted({pod.node for pod in life.pods if pod.node})[:64] or None,
         "transport": (rank0.transport[:64] or None) if rank0 else None,
     }
+    if observed.bus.state == "starting":  # nobody has asked yet: what was told holds
+        for told in observed.obj.status.get("groups") or ():
+            if _same(told, found):
+                found |= {key: told.get(key) for key in ("incarnation", "transport")}
     return {key: value for key, value in found.items() if value is not None}
+
+
+def _same(told: Manifest, found: Manifest) -> bool:
+    """Whether both speak of one life of one group."""
+    return all(told.get(key) == found[key] for key in ("index", "epoch"))

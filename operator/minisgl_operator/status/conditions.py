@@ -51,7 +51,7 @@ def conditions(survey: Survey) -> list[Condition]:
     """All that apply, as of now."""
     found = troubles(survey)
     model = _model(survey)
-    redis = _redis(survey)
+    redis = _unasked(survey, _redis(survey))
     roles = [_role(survey, role) for role in ("tokenizer", "detokenizer", "gateway")]
     return [
         _ready(survey, model, redis, roles, found),
@@ -62,7 +62,7 @@ def conditions(survey: Survey) -> list[Condition]:
         _ranks(survey),
         *roles,
         *_route(survey),
-        *_transport(survey),
+        *(_unasked(survey, one) for one in _transport(survey)),
     ]
 
 
@@ -85,6 +85,19 @@ def merged(obj: MiniSGLang, wall: float, found: list[Condition]) -> list[dict[st
             }
         )
     return written + [held for kind, held in before.items() if kind not in TYPES]
+
+
+def _unasked(survey: Survey, found: Condition) -> Condition:
+    """What the bus would tell is what the status says already, until this operator, which has just
+    started, has asked: else each of its starts would be an outage of every object."""
+    observed = survey.observed
+    managed = observed.obj.spec.redis.managed is not None
+    if observed.bus.state != "starting" or (managed and not _some_ready(survey, "RedisReady")):
+        return found
+    for told in observed.obj.status.get("conditions") or ():
+        if told.get("type") == found.type and not observed.obj.spec.suspend:
+            return Condition(found.type, told["status"], told["reason"], told["message"])
+    return found
 
 
 def settled(survey: Survey) -> bool:

@@ -320,7 +320,7 @@ def test_a_claim_that_one_node_only_may_mount_says_why() -> None:
 
 BUSES = [
     (Bus("ok"), ("True", "Answering")), (Bus("full"), ("False", "Full")),
-    (Bus("auth-failed"), ("False", "AuthFailed")), (Bus("starting"), ("False", "Starting")),
+    (Bus("auth-failed"), ("False", "AuthFailed")),
     (Bus("unreachable"), ("False", "Unreachable")),
     (Bus("not-observable"), ("Unknown", "NotObservable")),
 ]  # fmt: skip
@@ -331,6 +331,24 @@ def test_redis_ready(bus: Bus, expected: tuple[str, str]) -> None:
     found = conditions(told(world(), bus=bus))
     assert found["RedisReady"] == expected
     assert (found["Ready"] == ("False", "RedisUnavailable")) is (expected[0] == "False")
+
+
+def test_an_operator_that_has_just_started_says_what_was_said_until_it_has_asked_redis() -> None:
+    """Else each start of it would be an outage of every object."""
+    made = world(replicas=2, parallelism={"tensor": 2})
+    before = told(made)
+    made.status = before
+    assert told(made, bus=Bus("starting")) == before
+    made.status = {}
+    assert conditions(told(made, bus=Bus("starting")))["RedisReady"] == ("False", "Starting")
+
+
+def test_a_redis_without_a_ready_pod_is_not_what_it_was() -> None:
+    made = world()
+    made.status = told(made)
+    pods = tuple(pod for pod in made.observe().pods if "redis" not in pod["metadata"]["name"])
+    found = conditions(told(made, bus=Bus("starting"), pods=pods))
+    assert found["RedisReady"] == ("False", "Starting")
 
 
 def hub(pods: list[dict[str, Any]], *, there: bool) -> dict[str, Any]:
