@@ -49,16 +49,12 @@ MINISGL_LANE_FN F sixteen_scores(const bf16* q, const bf16* const (&keys)[16], i
 template <int kDim>
 MINISGL_TARGET inline void score_keys(const bf16* q, int group, const bf16* keys, int64_t stride,
                                       const int32_t* slots, int count, int given_dim, float scale,
-                                      float* scores) {
+                                      Ahead& ahead, float* scores) {
   const int dim = kDim > 0 ? kDim : given_dim;
   for (int first = 0; first < count; first += 16) {
     const bf16* rows[16];
     for (int j = 0; j < 16; ++j) rows[j] = keys + slots[std::min(first + j, count - 1)] * stride;
-    for (int j = 0; j < 16; ++j) {  // of the next sixteen
-      const int next = std::min(first + 16 + j, count - 1);
-      const char* ahead = reinterpret_cast<const char*>(keys + slots[next] * stride);
-      for (int i = 0; i < 2 * dim; i += 64) __builtin_prefetch(ahead + i);
-    }
+    ahead.fetch(16);
     for (int g = 0; g < group; ++g) {
       const F some = sixteen_scores<kDim>(q + g * dim, rows, dim) * splat(scale);
       store(scores + g * kDecodeKeys + first,
@@ -122,7 +118,7 @@ MINISGL_LANE_FN float weigh(const float* scores, int count, float* most, float* 
   F largest = splat(*most);
   for (int i = 0; i < count; i += 16) largest = max_of(largest, load(scores + i));
   const float now = max_of(largest);
-  float factor = expf(*most - now);
+  const float factor = *most == now ? 1.0f : expf(*most - now);
   F sums = splat(0.0f);
   for (int i = 0; i < count; i += 16) {
     const F weight = exp_of(load(scores + i) - splat(now));
@@ -135,11 +131,12 @@ MINISGL_LANE_FN float weigh(const float* scores, int count, float* most, float* 
 }
 
 // `group` queries [group, dim] over the keys at `slots` [count]: values that are not yet divided by
-// the sum of the weights [group, dim], the largest scores [group] and these sums [group].
+// the sum of the weights [group, dim], the largest scores [group] and these sums [group]. What is
+// `ahead` is fetched meanwhile.
 MINISGL_TARGET inline void attend_part(const bf16* q, int group, const bf16* keys,
                                        const bf16* values, int64_t stride, const int32_t* slots,
-                                       int64_t count, int dim, float scale, char* scratch,
-                                       float* out, float* most, float* totals) {
+                                       int64_t count, int dim, float scale, Ahead ahead,
+                                       char* scratch, float* out, float* most, float* totals) {
   auto* const scores = reinterpret_cast<float*>(scratch);
   auto* const weights = reinterpret_cast<bf16*>(scores + group * kDecodeKeys);
   auto* const factors = reinterpret_cast<float*>(weights + group * kDecodeKeys);
@@ -151,7 +148,7 @@ MINISGL_TARGET inline void attend_part(const bf16* q, int group, const bf16* key
   for (int64_t first = 0; first < count; first += kDecodeKeys, slots += kDecodeKeys) {
     const int n = static_cast<int>(std::min<int64_t>(kDecodeKeys, count - first));
     const auto score = dim == 64 ? score_keys<64> : dim == 128 ? score_keys<128> : score_keys<0>;
-    score(q, group, keys, stride, slots, n, dim, scale, scores);
+    score(q, group, keys, stride, slots, n, dim, scale, ahead, scores);
     for (int g = 0; g < group; ++g) {
       factors[g] = weigh(scores + g * kDecodeKeys, n, most + g, totals + g,
                          weights + g * kDecodeKeys);
@@ -168,23 +165,25 @@ MINISGL_TARGET inline void attend_part(const bf16* q, int group, const bf16* key
   }
 }
 
-// The parts of one request and KV head, each as `attend_part` left it, to bf16 [group, dim].
+// The parts of one request and KV head, kMostParts at most, each as `attend_part` left it, to bf16
+// [group, dim].
 MINISGL_TARGET inline void merge_parts(const float* parts, int64_t part_size, int count, int group,
                                        int dim, bf16* out) {
   for (int g = 0; g < group; ++g) {
-    float most = -std::numeric_limits<float>::infinity(), total = 0.0f;
+    float most = -std::numeric_limits<float>::infinity(), total = 0.0f, factors[kMostParts];
     for (int p = 0; p < count; ++p) most = std::max(most, parts[p * part_size + group * dim + g]);
     for (int p = 0; p < count; ++p) {
       const float* const ends = parts + p * part_size + group * dim + g;
-      total += ends[group] * expf(ends[0] - most);
+      factors[p] = ends[0] == most ? 1.0f : expf(ends[0] - most);
+      total += ends[group] * factors[p];
     }
+    const F inverse = splat(1.0f / total);
     for (int i = 0; i < dim; i += 16) {
       F sum = splat(0.0f);
       for (int p = 0; p < count; ++p) {
-        const float* const part = parts + p * part_size;
-        sum = sum + load(part + g * dim + i) * splat(expf(part[group * dim + g] - most) / total);
+        sum = sum + load(parts + p * part_size + g * dim + i) * splat(factors[p]);
       }
-      store_bf16(out + g * dim + i, sum);
+      store_bf16(out + g * dim + i, sum * inverse);
     }
   }
 }
@@ -328,9 +327,12 @@ MINISGL_TARGET inline void attend_block(const bf16* q, int64_t q_stride, int gro
       float factors[4];
       for (int r = 0; r < part; ++r) {
         float* const scores = at.scores + r * kPrefillKeys;
-        const int64_t limit = first + (row + r) / group + 1 - begin;  // keys up to the query itself
-        for (int64_t key = std::max<int64_t>(limit, 0); key < wide; ++key) {
-          scores[key] = -std::numeric_limits<float>::infinity();
+        // Keys up to the query itself.
+        const int limit = static_cast<int>(
+            std::clamp<int64_t>(first + (row + r) / group + 1 - begin, 0, wide));
+        for (int key = limit / 16 * 16; key < wide; key += 16) {
+          store(scores + key, replace_from(load(scores + key), limit - key,
+                                           -std::numeric_limits<float>::infinity()));
         }
         factors[r] = weigh(scores, wide, at.most + row + r, at.totals + row + r,
                            at.weights + r * kPrefillKeys);

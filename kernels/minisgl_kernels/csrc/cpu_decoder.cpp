@@ -129,13 +129,14 @@ class Decoder {
       matmul(w.qkv, x, hidden_stride(), m, {Then::store, qkv_, qkv_stride()}, lane);
       team_.barrier();
       clock.end(kQkv);
-      if (lane.thread == 0) attention_.restart();
+      const PagedAttention::Claim claim = attention_.claim(keys, values, lane);
       turn(step, w, keys, values, lane);
       team_.barrier();
       clock.end(kTurn);
-      attention_.compute(qkv_, qkv_stride(), keys, values, heads_, heads_stride(), lane);
+      attention_.compute(claim, qkv_, qkv_stride(), keys, values, heads_, heads_stride(), lane);
       team_.barrier();
       clock.end(kAttend);
+      if (lane.thread == 0) attention_.restart();
       matmul(w.o, heads_, heads_stride(), m, {Then::add, h_, hidden_stride()}, lane);
       team_.barrier();
       clock.end(kO);
@@ -244,7 +245,8 @@ class Attention {
       Lane& lane = lanes_[thread];
       lane.thread = thread;
       lane.threads = threads;
-      attention_.compute(q, q_stride, keys, values, out, out_stride, lane);
+      attention_.compute(attention_.claim(keys, values, lane), q, q_stride, keys, values, out,
+                         out_stride, lane);
     });
   }
 

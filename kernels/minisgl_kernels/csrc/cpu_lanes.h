@@ -80,6 +80,9 @@ MINISGL_LANE_FN F replace_from(F a, int count, float value) {
 }
 
 MINISGL_LANE_FN float sum_of(F a) {
+#if MINISGL_WIDTH == 16
+  return _mm512_reduce_add_ps(a.part[0]);
+#else
   FloatReg total = a.part[0];
   for (int i = 1; i < kParts; ++i) total += a.part[i];
   float lanes[kWidth];
@@ -88,15 +91,20 @@ MINISGL_LANE_FN float sum_of(F a) {
     for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
   }
   return lanes[0];
+#endif
 }
 
 MINISGL_LANE_FN float max_of(F a) {
+#if MINISGL_WIDTH == 16
+  return _mm512_reduce_max_ps(a.part[0]);
+#else
   float lanes[16];
   store(lanes, a);
   for (int half = 8; half > 0; half /= 2) {
     for (int i = 0; i < half; ++i) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
   }
   return lanes[0];
+#endif
 }
 
 MINISGL_LANE_FN F load_bf16(const bf16* from) {

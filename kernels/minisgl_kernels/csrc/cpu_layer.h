@@ -10,9 +10,32 @@
 
 namespace minisgl::cpu {
 
+constexpr int kMostParts = 16;     // that a decode is cut into
 constexpr int kDecodeKeys = 256;   // keys that a part of a decode holds the scores of
 constexpr int kPrefillKeys = 128;  // the same of a block of queries
 constexpr int kBlockRows = 96;     // queries times heads of a block, about
+
+// Keys and values that this thread reads next, to be fetched from memory while it computes: their
+// rows are too far apart for the CPU to guess.
+struct Ahead {
+  const bf16 *keys, *values;  // of a KV head
+  int64_t stride;
+  const int32_t* slots;
+  int64_t count;
+  int64_t bytes;  // of a row
+
+  // The next `some` of them.
+  MINISGL_INLINE void fetch(int64_t some) {
+    for (; some > 0 && count > 0; --some, --count, ++slots) {
+      const char* const key = reinterpret_cast<const char*>(keys + *slots * stride);
+      const char* const value = reinterpret_cast<const char*>(values + *slots * stride);
+      for (int64_t i = 0; i < bytes; i += 64) {
+        __builtin_prefetch(key + i, 0, 2);  // to L2
+        __builtin_prefetch(value + i, 0, 2);
+      }
+    }
+  }
+};
 
 // Bytes that `attend_part` needs for `group` queries.
 constexpr int64_t part_scratch(int group) {
@@ -51,7 +74,7 @@ struct LayerKernels {
                     bf16* out);
   void (*attend_part)(const bf16* q, int group, const bf16* keys, const bf16* values,
                       int64_t stride, const int32_t* slots, int64_t count, int dim, float scale,
-                      char* scratch, float* out, float* most, float* totals);
+                      Ahead ahead, char* scratch, float* out, float* most, float* totals);
   void (*merge_parts)(const float* parts, int64_t part_size, int count, int group, int dim,
                       bf16* out);
   void (*attend_block)(const bf16* q, int64_t q_stride, int group, const bf16* keys,

@@ -85,32 +85,38 @@ class PagedAttention {
   // Before each layer, on one thread, with barriers around it.
   void restart() { next_.store(0, std::memory_order_relaxed); }
 
-  // One thread's part of a layer: q and out are [tokens, heads, dim] with rows `q_stride` and
-  // `out_stride` apart, keys and values [slots, kv_heads, dim].
-  void compute(const bf16* q, int64_t q_stride, const bf16* keys, const bf16* values, bf16* out,
-               int64_t out_stride, Lane& lane) {
-    const int64_t total = static_cast<int64_t>(items_.size());
-    const int64_t grab = std::max<int64_t>(1, total / (lane.threads * 16));
-    for (;;) {
-      const int64_t begin = next_.fetch_add(grab, std::memory_order_relaxed);
-      if (begin >= total) return;
-      for (int64_t i = begin; i < std::min(begin + grab, total); ++i) {
-        const Item& item = items_[i];
-        const int64_t at = item.kv_head * heads_.dim, heads_at = at * heads_.group();
-        const bf16* const mine = q + item.token * q_stride + heads_at;
-        bf16* const to = out + item.token * out_stride + heads_at;
-        if (item.parts > 0) {
-          part(item, mine, keys + at, values + at, to, lane);
-        } else {
-          block(item, mine, q_stride, keys + at, values + at, to, out_stride, lane);
-        }
+  // What a thread has taken of the work, and not done yet.
+  struct Claim {
+    int64_t at, end;
+  };
+
+  // A thread's first share of a layer, after `restart`. What it will read is fetched already.
+  Claim claim(const bf16* keys, const bf16* values, const Lane& lane) {
+    Claim claim = take(lane);
+    ahead(claim, keys, values).fetch(kLeastKeys);
+    return claim;
+  }
+
+  // The rest of one thread's part of a layer: q and out are [tokens, heads, dim] with rows
+  // `q_stride` and `out_stride` apart, keys and values [slots, kv_heads, dim].
+  void compute(Claim claim, const bf16* q, int64_t q_stride, const bf16* keys, const bf16* values,
+               bf16* out, int64_t out_stride, Lane& lane) {
+    while (claim.at < claim.end) {
+      const Item& item = items_[claim.at];
+      if (++claim.at == claim.end) claim = take(lane);  // early, to know what comes next
+      const int64_t at = item.kv_head * heads_.dim, heads_at = at * heads_.group();
+      const bf16* const mine = q + item.token * q_stride + heads_at;
+      bf16* const to = out + item.token * out_stride + heads_at;
+      if (item.parts > 0) {
+        part(item, mine, keys + at, values + at, to, ahead(claim, keys, values), lane);
+      } else {
+        block(item, mine, q_stride, keys + at, values + at, to, out_stride, lane);
       }
     }
   }
 
  private:
   static constexpr int64_t kLeastKeys = 64;  // of a part
-  static constexpr int64_t kMostParts = 16;
 
   // Part p of a decode, or a block of queries (then there are no parts).
   struct Item {
@@ -124,6 +130,22 @@ class PagedAttention {
     return (length + kLeastKeys * kMostParts - 1) / (kLeastKeys * kMostParts) * kLeastKeys;
   }
 
+  Claim take(const Lane& lane) {
+    const int64_t total = static_cast<int64_t>(items_.size());
+    const int64_t grab = std::max<int64_t>(1, total / (lane.threads * 16));
+    const int64_t begin = next_.fetch_add(grab, std::memory_order_relaxed);
+    return {std::min(begin, total), std::min(begin + grab, total)};
+  }
+
+  // The keys and values of what is claimed next, if it is a decode.
+  Ahead ahead(const Claim& claim, const bf16* keys, const bf16* values) const {
+    if (claim.at == claim.end || items_[claim.at].parts == 0) return {};
+    const Item& item = items_[claim.at];
+    const int64_t at = item.kv_head * heads_.dim;
+    return {keys + at, values + at, heads_.kv_heads * heads_.dim, slots(item) + item.first,
+            item.count, heads_.dim * static_cast<int64_t>(sizeof(bf16))};
+  }
+
   int64_t part_floats() const { return heads_.group() * (heads_.dim + 2); }
   int block_queries() const { return std::max(1, kBlockRows / heads_.group()); }
 
@@ -132,12 +154,12 @@ class PagedAttention {
   }
 
   void part(const Item& item, const bf16* q, const bf16* keys, const bf16* values, bf16* out,
-            Lane& lane) {
+            Ahead ahead, Lane& lane) {
     const int group = heads_.group(), dim = static_cast<int>(heads_.dim);
     float* const all = parts_ + item.place;
     float* const mine = all + item.first / part_keys(requests_.after[item.request]) * part_floats();
     kernels_.attend_part(q, group, keys, values, heads_.kv_heads * heads_.dim,
-                         slots(item) + item.first, item.count, dim, scale_,
+                         slots(item) + item.first, item.count, dim, scale_, ahead,
                          lane.scratch.get(part_scratch(group)), mine, mine + group * dim,
                          mine + group * (dim + 1));
     std::atomic<int>& done = done_[item.request * heads_.kv_heads + item.kv_head];
