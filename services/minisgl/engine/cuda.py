@@ -158,7 +158,6 @@ class CudaRunner:
     @torch.inference_mode()
     def forward(self, step: StepInput) -> StepOutput:
         with torch.cuda.stream(self._stream):
-            self.results.begin()
             count, table = len(step.rows), self.parts.sampler.table
             union = int(np.bitwise_or.reduce(table.needs[step.rows], initial=0))
             limits = bool(union & table_.LIMITS)
@@ -201,6 +200,7 @@ class CudaRunner:
         batch = self._batch(at, self._gathered(at), step.cached_lens, step.device_lens)
         batch.is_decode = step.is_decode
         parts.attention.prepare_metadata(batch)
+        self.results.begin()
         return parts.model.forward(batch, parts.attention, parts.pool), at
 
     def _replay(self, graph: _Graph, step: StepInput, limits: bool) -> None:
@@ -214,6 +214,7 @@ class CudaRunner:
         else:
             batch.cached_lens, batch.device_lens = padded_lens(step, graph.requests, graph.tokens)
         self.parts.attention.replay_metadata(batch)
+        self.results.begin()
         graph.graph.replay()
 
     def _gathered(self, at: dict[str, torch.Tensor]) -> torch.Tensor:

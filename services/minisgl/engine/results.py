@@ -65,7 +65,8 @@ class Results:
             slot.span = (_timed_event(), _timed_event())
 
     def begin(self) -> None:
-        """The work of the next step follows on its stream."""
+        """The work of the next step follows on its stream, at once: time that the host still needs
+        would count as the device's."""
         slot = self._slots[self._next]
         if slot.span is not None:
             if slot.output is not None:
