@@ -25,9 +25,9 @@ for part in "${@:-all}"; do
     # shellcheck disable=SC2086 # flags are words
     case $part in
     serve) run "${SERVE_SECONDS:-280}" serve python3 -m tests.gpu.serving "$out" $SERVING ;;
-    nccl) run 50 nccl python3 -m tests.gpu.nccl_speed "$out/nccl.json" ;;
+    nccl) run 70 nccl python3 -m tests.gpu.nccl_speed "$out/nccl.json" ;;
     load) run 45 load $scaling load /tmp/checkpoint ;;
-    speed) run "${SPEED_SECONDS:-220}" speed $scaling speed "$out" $SPEED ;;
+    speed) run "${SPEED_SECONDS:-200}" speed $scaling speed "$out" $SPEED ;;
     ways) run 90 ways $scaling speed "$out" --models qwen3-14b --ranks 2,4 --ways symmetric,torch --workloads decode-1,decode-32 ;;
     ranks) run 200 ranks python3 -m pytest -o addopts= -q -s tests/gpu/test_nccl.py tests/gpu/test_tp.py ;;
     all) sh "$0" "$out" serve nccl load speed ;;
