@@ -9,10 +9,8 @@ With bfloat16 weights, subnormal numbers count as zero where the CPU's instructi
 so. With int8 weights a row of activations with an infinity or a NaN gives NaN everywhere.
 """
 
-import contextlib
 import ctypes
 import functools
-import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,13 +20,13 @@ import torch.nn.functional as F
 
 from minisgl.config import UsageError
 from minisgl_kernels.build import OPTIMISED, library
+from minisgl_kernels.huge_pages import huge_pages
 
 ISA_ENV = "MINISGL_CPU_ISA"
 ISAS = ("portable", "avx2", "avx512", "amx")
 AMX = ISAS.index("amx")
 THEN = ("store", "add", "silu", "logits")
 BLOCK = 16
-HUGE_PAGE = 2 << 20
 CHUNK = 32 << 20
 GROUP = 64
 """Values of a row of activations that have one scale."""
@@ -46,19 +44,9 @@ class PackedMemory:
         """`count` bytes, aligned to 64. The memory lives as long as any tensor in it."""
         count = -(-count // 64) * 64
         if count > len(self._rest):
-            self._rest = _huge_pages(max(count, CHUNK))
+            self._rest = huge_pages(max(count, CHUNK))
         taken, self._rest = self._rest[:count], self._rest[count:]
         return taken
-
-
-def _huge_pages(count: int) -> torch.Tensor:
-    """At least `count` bytes that begin with a huge page; untouched ones take no memory."""
-    area = mmap.mmap(-1, count + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            area.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(area, dtype=torch.uint8)
-    return whole[-whole.data_ptr() % HUGE_PAGE :]
 
 
 class Packed(ctypes.Structure):

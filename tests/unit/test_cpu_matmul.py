@@ -10,7 +10,6 @@ from minisgl.config import UsageError
 from minisgl_kernels.build import KernelUnavailable
 from minisgl_kernels.cpu_matmul import (
     AMX,
-    HUGE_PAGE,
     ISA_ENV,
     ISAS,
     THEN,
@@ -24,6 +23,7 @@ from minisgl_kernels.cpu_matmul import (
     pack,
     unpack_rows,
 )  # fmt: skip
+from minisgl_kernels.huge_pages import HUGE_PAGE
 from tests.unit.sanitizer import needs_compiler, run_sanitized
 
 EMULATED = "amx-emulated"

@@ -8,6 +8,7 @@ import torch
 
 from minisgl.config import StartError
 from minisgl_kernels.build import KernelUnavailable
+from minisgl_kernels.huge_pages import HUGE_PAGE, huge_pages
 from minisgl_kernels.kv_store import store_kv_function
 
 
@@ -77,15 +78,18 @@ def zeros(
 ) -> torch.Tensor:
     """Zeros; on a CPU without touching them, so that pages take memory when they are first used.
 
-    `torch.zeros` writes every byte there: many gigabytes at each start, for a cache that a laptop
+    There they are in huge pages, where that pays: attention reads all over the cache. `torch.zeros`
+    writes every byte there: many gigabytes at each start, for a cache that a laptop
     may never fill. `StartError` says for what `purpose` there is too little memory.
     """
     size = math.prod(shape) * dtype.itemsize
     try:
         if device.type != "cpu":
             return torch.zeros(shape, dtype=dtype, device=device)
+        if size >= 2 * HUGE_PAGE:
+            return huge_pages(size)[:size].view(dtype).view(shape)
         untouched = np.zeros(size, np.uint8)
-    except (MemoryError, OverflowError, RuntimeError, ValueError):  # of numpy, or of torch
+    except (MemoryError, OSError, OverflowError, RuntimeError, ValueError):
         raise StartError(
             f"not enough memory on {device} for the {size / 2**30:.1f} GiB of the {purpose}"
         ) from None

@@ -1,5 +1,6 @@
 """Slots and pages are two views of one buffer."""
 
+import os
 from typing import Any
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 
 from minisgl.config import StartError
 from minisgl.kvcache.pool import KVPool, page_bytes
+from minisgl_kernels.huge_pages import HUGE_PAGE
+from tests.support import resident_bytes
 
 SIZES: dict[str, Any] = {
     "layers": 2,
@@ -44,3 +47,13 @@ def test_what_is_stored_by_slot_is_found_by_page() -> None:
 def test_a_cache_that_no_machine_can_hold_is_an_error_that_names_the_flag(pages: int) -> None:
     with pytest.raises(StartError, match=r"GiB of the KV cache; use a lower --num-pages"):
         KVPool(pages=pages, device=torch.device("cpu"), **SIZES)
+
+
+def test_a_large_cache_begins_with_a_huge_page_and_holds_zeros_until_it_is_used() -> None:
+    before = resident_bytes(os.getpid())
+    pool = KVPool(pages=2**17, device=torch.device("cpu"), **SIZES)
+    assert pool.buffer.data_ptr() % HUGE_PAGE == 0
+    assert resident_bytes(os.getpid()) - before < pool.nbytes / 2, "untouched memory is taken"
+    pool.store(1, *torch.ones(2, 1, 3, 8).bfloat16(), torch.tensor([2**19 + 3]))
+    assert pool.k(1)[2**19 + 3].all()
+    assert not pool.k(0)[:9].any()
