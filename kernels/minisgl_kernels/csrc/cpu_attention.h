@@ -2,7 +2,8 @@
 //
 // Included once for each instruction set, behind cpu_lanes.h. A cache is [slots, kv_heads, dim];
 // pointers to it are to one KV head, and rows of it are `stride` elements apart. dim is a multiple
-// of 16. Weights are rounded to bf16 before they meet the values, sums are float32.
+// of 16. Weights are rounded to bf16 before they meet the values, sums are float32. Scores are in
+// powers of two: `scale` has log2(e) in it.
 //
 // What is computed for a request depends on its own tokens alone, to the bit.
 
@@ -110,7 +111,7 @@ MINISGL_TARGET inline void add_value_rows(const uint32_t* weights, const float* 
   }
 }
 
-// Turns scores [count], filled up to a multiple of 16, into weights: e^(score - most), rounded, in
+// Turns scores [count], filled up to a multiple of 16, into weights: 2^(score - most), rounded, in
 // `weights`; `most` and `total` are those of the row so far. Returns what is to be multiplied with
 // what was summed up to now.
 MINISGL_LANE_FN float weigh(const float* scores, int count, float* most, float* total,
@@ -118,10 +119,10 @@ MINISGL_LANE_FN float weigh(const float* scores, int count, float* most, float* 
   F largest = splat(*most);
   for (int i = 0; i < count; i += 16) largest = max_of(largest, load(scores + i));
   const float now = max_of(largest);
-  const float factor = *most == now ? 1.0f : expf(*most - now);
+  const float factor = *most == now ? 1.0f : exp2f(*most - now);
   F sums = splat(0.0f);
   for (int i = 0; i < count; i += 16) {
-    const F weight = exp_of(load(scores + i) - splat(now));
+    const F weight = exp2_of(load(scores + i) - splat(now));
     sums = sums + weight;
     store_bf16(weights + i, weight);
   }
@@ -174,7 +175,7 @@ MINISGL_TARGET inline void merge_parts(const float* parts, int64_t part_size, in
     for (int p = 0; p < count; ++p) most = std::max(most, parts[p * part_size + group * dim + g]);
     for (int p = 0; p < count; ++p) {
       const float* const ends = parts + p * part_size + group * dim + g;
-      factors[p] = ends[0] == most ? 1.0f : expf(ends[0] - most);
+      factors[p] = ends[0] == most ? 1.0f : exp2f(ends[0] - most);
       total += ends[group] * factors[p];
     }
     const F inverse = splat(1.0f / total);

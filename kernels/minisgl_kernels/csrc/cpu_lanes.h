@@ -174,23 +174,26 @@ MINISGL_LANE_FN F dot(F sum, Pairs a, Pairs b) {
   return sum;
 }
 
-// e^x for x of at most 0, with an error of 2e-7 of it; 0 for x below -87.
-MINISGL_LANE_FN F exp_of(F x) {
+// 2^x for x of at most 0, with an error of 2e-7 of it; about 0 for x below -126.
+MINISGL_LANE_FN F exp2_of(F x) {
   F r;
   MINISGL_EACH {
     const FloatReg v = x.part[i];
-    // n = x / ln 2 to nearest: the low bits of a number so large that they count in ones.
-    const FloatReg big = v * 1.44269504f + 12582912.0f;
-    const FloatReg n = big - 12582912.0f;
-    const FloatReg rest = v - n * 0.693359375f + n * 2.12194440e-4f;  // ln 2 in two parts
-    FloatReg p = rest * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * rest + 8.3334519073e-3f;
-    p = p * rest + 4.1665795894e-2f;
-    p = p * rest + 1.6666665459e-1f;
-    p = p * rest + 5.0000001201e-1f;
-    p = p * rest * rest + rest + 1.0f;
+    // n = x to nearest: the low bits of a number so large that they count in ones.
+    const FloatReg big = v + 12582912.0f;
+    const FloatReg n = big - 12582912.0f, rest = v - n;
+    FloatReg p = rest * 1.535336188319500e-4f + 1.339887440266574e-3f;
+    p = p * rest + 9.618437357674640e-3f;
+    p = p * rest + 5.550332471162809e-2f;
+    p = p * rest + 2.402264791363012e-1f;
+    p = p * rest + 6.931472028550421e-1f;
+    p = p * rest + 1.0f;
+#if MINISGL_WIDTH == 16
+    r.part[i] = _mm512_scalef_ps(p, n);
+#else
     const WordReg power = reinterpret_cast<WordReg>(p) + (reinterpret_cast<WordReg>(big) << 23);
-    r.part[i] = reinterpret_cast<FloatReg>(power & reinterpret_cast<WordReg>(v > -87.0f));
+    r.part[i] = reinterpret_cast<FloatReg>(power & reinterpret_cast<WordReg>(v > -126.0f));
+#endif
   }
   return r;
 }
