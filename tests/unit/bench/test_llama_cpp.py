@@ -100,10 +100,11 @@ def test_a_program_that_dies_gives_way_to_the_library(programs: Path) -> None:
     (programs / "llama_cpp_python").rename(programs / "llama_cpp")
     times = {"batch": 1, "prompt_tokens": 8, "prefill_seconds": 1.0, "decode_seconds": 1.0}
     # Stands in for the worker, which would import it.
-    text = f"print({json.dumps(times)!r}); raise SystemExit"
+    features = {"features": ["AVX2", "F16C"]}
+    text = f"print({json.dumps(features)!r}); print({json.dumps(times)!r}); raise SystemExit"
     (programs / "llama_cpp" / "__init__.py").write_text(text)
     rival = llama_cpp.find(TASK, "bfloat16", ())
-    assert rival.version == "llama-cpp-python 0.3.36"
+    assert rival.version == "llama-cpp-python 0.3.36 (AVX2 F16C)"
     assert rival.command[-2] == "llama.cpp"
     assert Task.loads(rival.command[-1]) == TASK
 

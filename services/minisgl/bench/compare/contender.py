@@ -94,15 +94,11 @@ class Contender:
     attempts: int = 1
     """Runs, if one ends well but does not print every cell."""
 
-    def run(self, seconds: float) -> dict[Cell, Times]:
-        """Run it once: what it prints. Raises `Failed` if it crashes or takes longer."""
-        output = run_command(self.command, self.environment, seconds)
-        return dict(pair for line in output.objects if (pair := self.read(line)) is not None)
-
     def measure(self, cells: Sequence[Cell], seconds: float) -> dict[Cell, Times]:
-        """The times of all cells. Raises `Failed`, also if one is missing."""
+        """The times of all cells. Raises `Failed` if it crashes, takes longer or leaves one out."""
         for _ in range(self.attempts):
-            found = self.run(seconds)
+            output = run_command(self.command, self.environment, seconds)
+            found = dict(pair for line in output.objects if (pair := self.read(line)) is not None)
             missing = [cell for cell in cells if cell not in found]
             if not missing:
                 return {cell: found[cell] for cell in cells}

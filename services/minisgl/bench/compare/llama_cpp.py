@@ -75,12 +75,15 @@ def find(task: Task, weights: str, cpu_flags: Collection[str]) -> Contender:
     for build in _builds():
         probe = build.contender(replace(task, grid=_PROBE), weights)
         try:
-            probe.run(_PROBE_SECONDS)
+            output = run_command(probe.command, {}, _PROBE_SECONDS)
         except Failed as error:
             hint = " (no instruction of this machine)" if error.killed_by == signal.SIGILL else ""
             failed.append(f"{build.version}: {error}{hint}")
         else:
-            return build.contender(task, weights)
+            # The library says what it was built for; the program does not.
+            features = [name for o in output.objects for name in o.get("features", ())]
+            version = f"{build.version} ({' '.join(features)})" if features else build.version
+            return replace(build, version=version).contender(task, weights)
     raise StartError(
         f"llama.cpp does not run here. {'; '.join(failed)}. To build another: "
         + how_to_install(cpu_flags)

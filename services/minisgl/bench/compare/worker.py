@@ -8,6 +8,7 @@ the next `output_tokens` steps take, each with one more token of every sequence.
 import dataclasses
 import importlib
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -201,7 +202,8 @@ def llama(task: Task) -> None:
     context = lib.llama_init_from_model(model, params)
     if not context:
         raise RuntimeError(f"llama.cpp makes no context of {params.n_ctx} tokens")
-    print(json.dumps({"build": lib.llama_print_system_info().decode()}), flush=True)
+    features = re.findall(r"(\w+) = 1", lib.llama_print_system_info().decode())
+    print(json.dumps({"features": features}), flush=True)
 
     def compute(batch: Any) -> None:
         if (code := lib.llama_decode(context, batch)) != 0:
