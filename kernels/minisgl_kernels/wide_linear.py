@@ -124,7 +124,7 @@ def wide_add_reference(
 def wide_linear(
     x: torch.Tensor | Normed, weight: torch.Tensor, *, norm: torch.Tensor | None = None,
     eps: float = 0.0, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None,
-    silu: bool = False, blocks: Blocks | None = None, ahead: torch.Tensor | None = None,
+    silu: bool = False, blocks: Blocks | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """`x @ weight.T + bias` for x [M, K] of 1 to 256 tokens and weight [N, K]: [M, N].
 
@@ -134,20 +134,19 @@ def wide_linear(
     bfloat16; K is a multiple of 64 and the result's width one of 8. Raises `KernelUnavailable`.
     """
     if isinstance(x, Normed):
-        return _call(x.x, weight, x.squares, eps, bias, residual, silu, None, blocks, ahead)[0]
+        return _call(x.x, weight, x.squares, eps, bias, residual, silu, None, blocks)[0]
     if norm is not None:
         x = rms_norm(x, norm, eps)
-    return _call(x, weight, None, 0.0, bias, residual, silu, None, blocks, ahead)[0]
+    return _call(x, weight, None, 0.0, bias, residual, silu, None, blocks)[0]
 
 
 def wide_add(
     residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, following: torch.Tensor, *,
     bias: torch.Tensor | None = None, blocks: Blocks | None = None,
-    ahead: torch.Tensor | None = None,
 ) -> Normed:  # fmt: skip
     """`wide_linear` with a residual, and the result made ready for the norm of weight `following`
     [N]."""
-    _, ready = _call(x, weight, None, 0.0, bias, residual, False, following, blocks, ahead)
+    _, ready = _call(x, weight, None, 0.0, bias, residual, False, following, blocks)
     assert ready is not None
     return ready
 
@@ -155,7 +154,7 @@ def wide_add(
 def _call(
     x: torch.Tensor, weight: torch.Tensor, squares: torch.Tensor | None, eps: float,
     bias: torch.Tensor | None, residual: torch.Tensor | None, silu: bool,
-    following: torch.Tensor | None, blocks: Blocks | None, ahead: torch.Tensor | None,
+    following: torch.Tensor | None, blocks: Blocks | None,
 ) -> tuple[torch.Tensor, Normed | None]:  # fmt: skip
     tokens, k = x.shape
     rows = weight.shape[0]
@@ -171,7 +170,7 @@ def _call(
     kernel = _family[signature(tokens, cut, mode)]
     kernel(
         out, x, weight, bias, squares, eps, following, ready and ready.x, ready and ready.squares,
-        cut.shared, ahead,
+        cut.shared,
     )  # fmt: skip
     return out, ready
 

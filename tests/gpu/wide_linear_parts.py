@@ -30,7 +30,7 @@ LEFT_OUT = {
         ("arrive_expecting(barrier, kStageBytes);",
          "arrive_expecting(barrier, kRows * kRowBytes);"),
     ],
-    "sums": [("from < mine * kPieces;", "from < 0;")],
+    "sums": [("begin < kTurns;", "begin < 0;")],
     "early weights": [
         ("    for (int i = 0; i < ahead; ++i) copy_weights(i, i);\n", ""),
         ("      publish_memory();",

@@ -69,12 +69,11 @@ def time_one(call: Callable[..., object], x: torch.Tensor, weights: list[torch.T
 
 
 def wide(
-    mode: int, cut: Blocks | None, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor,
-    ahead: torch.Tensor | None = None,
-) -> object:  # fmt: skip
+    mode: int, cut: Blocks | None, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
+) -> object:
     if mode == 1:
-        return wide_add(residual, x, weight, residual[0], blocks=cut, ahead=ahead)
-    return wide_linear(x, weight, silu=mode == 2, blocks=cut, ahead=ahead)
+        return wide_add(residual, x, weight, residual[0], blocks=cut)
+    return wide_linear(x, weight, silu=mode == 2, blocks=cut)
 
 
 def library(
@@ -120,13 +119,6 @@ def sweep(model: str, results: dict[str, dict[str, float]]) -> None:
                     some = cut._replace(shared=shared)
                     times[some] = time_one(partial(wide, mode, some, residual), x, weights)
             best = sorted(times, key=times.__getitem__)
-            fetching = [
-                (x, weight, weights[i + 1 - len(weights)]) for i, weight in enumerate(weights)
-            ]
-            ahead = min(
-                1e6 * time_on_device(partial(wide, mode, cut, residual), fetching, SECONDS)
-                for cut in best[:4]
-            )
             rule = shape_of_blocks(rows, k, tokens, mode)
             shown = " ".join(
                 f"{times[cut]:.2f}{cut[:5]}{'' if cut.shared == SHARED_BYTES else 'h'}"
@@ -135,7 +127,7 @@ def sweep(model: str, results: dict[str, dict[str, float]]) -> None:
             library_time = time_one(partial(library, mode, residual), x, weights)
             print(
                 f"{rows}x{k} {tokens}: {shown} | rule {times.get(rule, 0.0):.2f}{rule[:5]}"
-                f" | ahead {ahead:.2f} | library {library_time:.2f}", flush=True,
+                f" | library {library_time:.2f}", flush=True,
             )  # fmt: skip
             found = {" ".join(map(str, cut)): time for cut, time in times.items()}
             results[f"{rows} {k} {mode} {tokens}"] = {"library": library_time, **found}
@@ -151,14 +143,13 @@ def layer(model: str) -> None:
         h, heads = made(tokens, o.rows), made(tokens, o.k)
         ready: list[Normed | None] = [None]
 
-        def ours(ahead: bool, *weights: torch.Tensor) -> None:
-            following = (*weights[1:], weights[0]) if ahead else (None,) * 4
+        def ours(*weights: torch.Tensor) -> None:
             before = ready[0]  # noqa: B023
             x: torch.Tensor | Normed = rms_norm(h, norm, 1e-6) if before is None else before  # noqa: B023
             wide_linear(x, weights[0], eps=1e-6)
-            x = wide_add(h, heads, weights[1], norm, ahead=following[1])  # noqa: B023
-            x = wide_linear(x, weights[2], eps=1e-6, silu=True, ahead=following[2])
-            ready[0] = wide_add(h, x, weights[3], norm, ahead=following[3])  # noqa: B023
+            x = wide_add(h, heads, weights[1], norm)  # noqa: B023
+            x = wide_linear(x, weights[2], eps=1e-6, silu=True)
+            ready[0] = wide_add(h, x, weights[3], norm)  # noqa: B023
 
         def theirs(*weights: torch.Tensor) -> None:
             F.linear(rms_norm(h, norm, 1e-6), weights[0])  # noqa: B023
@@ -172,12 +163,11 @@ def layer(model: str) -> None:
             for cut in [shape_of_blocks(p.rows, p.k, -(-tokens // 16) * 16, p.mode)]
         )
         found = []
-        for way in (partial(ours, False), partial(ours, True), theirs):
+        for way in (ours, theirs):
             h.copy_(made(tokens, o.rows))
             found.append(1e6 * time_on_device(way, layers, 0.01))
         print(
-            f"layer of {model}, {tokens} tokens: {found[0]:.1f} us, fetching ahead {found[1]:.1f},"
-            f" library {found[2]:.1f}", flush=True,
+            f"layer of {model}, {tokens} tokens: {found[0]:.1f} us, library {found[1]:.1f}", flush=True,
         )  # fmt: skip
 
 

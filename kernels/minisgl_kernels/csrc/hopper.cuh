@@ -115,11 +115,6 @@ __device__ inline void publish_memory() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// Bytes of the device's memory to the L2 cache: multiples of 16, and aligned so.
-__device__ inline void prefetch_bytes(const char* from, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
-
 __device__ inline void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

@@ -37,6 +37,16 @@ constexpr int kStageBytes = (kRows + TOKENS) * kRowBytes;
 constexpr int kSums = TOKENS * kPitch;
 constexpr int kSumBytes = WAYS * kSums * 4;
 constexpr int kMaxStages = 16;
+// At the end a thread has four outputs of a token at a time, always of the same rows.
+constexpr int kPieces = kOutputs / 4;
+constexpr int kPass = kThreads / kPieces;              // tokens that the block has at a time
+constexpr int kMine = (TOKENS + SPLIT - 1) / SPLIT;    // the most that it has in all
+constexpr int kTurns = (kMine + kPass - 1) / kPass;
+constexpr int kRoom = TOKENS > 176 ? 2 : 6;  // registers beside the accumulators
+constexpr int kEarly = kTurns < kRoom ? kTurns : kRoom;  // whose residuals are loaded ahead
+constexpr int kTerms = SPLIT * WAYS, kTotals = MODE == 2 ? 2 : 1;
+constexpr int kFit = 12 / (kTerms * kTotals);          // turns whose terms registers can hold
+constexpr int kBatch = kFit < 1 ? 1 : kFit < kTurns ? kFit : kTurns;
 constexpr int kTail = 256 * 4 + 2 * kMaxStages * 8;  // scales and barriers
 
 struct Arguments {
@@ -46,8 +56,6 @@ struct Arguments {
   const T* next_norm;
   T* scaled;
   float* next_squares;
-  const char* ahead;
-  uint32_t ahead_bytes;  // of each block
   float eps;
   int tokens, token_tiles, rows, k, stages, parts;
 };
@@ -66,6 +74,7 @@ __global__ void __launch_bounds__(kThreads)
   float* const scales = reinterpret_cast<float*>(ring + ring_bytes);
   const uint32_t full = start + ring_bytes + 256 * 4, empty = full + kMaxStages * 8;
 
+  launch_next();  // with its weights under way it waits for this one, and this one for all before
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int in_cluster = blockIdx.x % kCluster, cluster = blockIdx.x / kCluster;
   const int rank = in_cluster % SPLIT, neighbour = in_cluster / SPLIT;
@@ -117,7 +126,6 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   if constexpr (SHARE > 1) arrive_cluster_early();  // the others' barriers are there
   wait_for_previous();
-  launch_next();
   if constexpr (SHARE > 1) wait_cluster();
 
   float sum[TOKENS / 2];
@@ -125,9 +133,6 @@ __global__ void __launch_bounds__(kThreads)
     if (lane == 0) {
       publish_memory();  // x, which the kernel before may have written
       for (int i = 0; i < ahead; ++i) copy_tokens(i, i);
-      if (of.ahead_bytes > 0) {
-        prefetch_bytes(of.ahead + int64_t{blockIdx.x} * of.ahead_bytes, of.ahead_bytes);
-      }
     }
     __syncwarp();
     if (of.squares != nullptr) {
@@ -178,6 +183,30 @@ __global__ void __launch_bounds__(kThreads)
     }
     wait_products<0>();
   }
+
+  // Loads that need no sum, while the block's other warps end.
+  using Four = Vec<T, 4>;
+  const int stored = MODE == 2 ? half : of.rows;
+  const int piece = threadIdx.x % kPieces, slot = threadIdx.x / kPieces;
+  const int row = tile * kOutputs + piece * 4;
+  auto valid = [&](int turn) {
+    return slot < kPass && row < stored && slot + turn * kPass < mine;
+  };
+  auto place = [&](int turn) {
+    const int64_t token = first_token + rank + (slot + turn * kPass) * SPLIT;
+    return token * stored + row;
+  };
+  Four bias = {}, weights = {}, before[kEarly] = {};
+  if (slot < kPass && row < stored) {
+    if (MODE != 2 && of.bias != nullptr) bias = Four::load(of.bias + row);
+    if (MODE == 1 && of.next_norm != nullptr) weights = Four::load(of.next_norm + row);
+  }
+  if (MODE == 1) {
+#pragma unroll
+    for (int turn = 0; turn < kEarly; ++turn) {
+      if (valid(turn)) before[turn] = Four::load(of.out + place(turn));
+    }
+  }
   __syncthreads();  // all of the ring has been read: sums take its place
 
   float* const sums = reinterpret_cast<float*>(ring);
@@ -198,70 +227,71 @@ __global__ void __launch_bounds__(kThreads)
   } else {
     __syncthreads();
   }
-  auto total = [&](int token, int row) {  // of four rows
-    const int at = token * kPitch + row;
-    float4 each[SPLIT * WAYS];
-#pragma unroll
-    for (int i = 0; i < SPLIT * WAYS; ++i) {
-      const int place = i % WAYS * kSums + at;
-      if constexpr (SPLIT == 1) {
-        each[i] = *reinterpret_cast<const float4*>(sums + place);
-      } else {
-        each[i] = load_in_cluster(places[i / WAYS] + place * 4);
-      }
-    }
-#pragma unroll
-    for (int i = 1; i < SPLIT * WAYS; ++i) each[0] = each[0] + each[i];
-    return each[0];
-  };
 
-  // A thread four outputs of a token; neighbours have neighbouring rows.
-  constexpr int kPieces = kOutputs / 4;
-  const int stored = MODE == 2 ? half : of.rows;
-  for (int from = warp * 32; from < mine * kPieces; from += kThreads) {
-    const int i = from + lane;
-    const int token = rank + i / kPieces * SPLIT, row = tile * kOutputs + i % kPieces * 4;
-    const bool valid = i < mine * kPieces && row < stored;
-    const int64_t to = static_cast<int64_t>(first_token + token) * stored + row;
-    using Four = Vec<T, 4>;
-    Four before = {}, weights = {};
-    float square = 0.0f;
-    if (valid) {
-      if (MODE == 1) {
-        before = Four::load(of.out + to);
-        if (of.next_norm != nullptr) weights = Four::load(of.next_norm + row);
-      } else if (MODE == 0 && of.bias != nullptr) {
-        before = Four::load(of.bias + row);
-      }
-      float4 value = total(token, i % kPieces * 4);
-      const float scale = of.squares != nullptr ? scales[i / kPieces] : 1.0f;
-      float four[4] = {value.x * scale, value.y * scale, value.z * scale, value.w * scale};
-      if (MODE == 2) {
-        value = total(token, kOutputs + i % kPieces * 4);
-        const float up[4] = {value.x * scale, value.y * scale, value.z * scale, value.w * scale};
 #pragma unroll
-        for (int j = 0; j < 4; ++j) four[j] = four[j] / (1.0f + __expf(-four[j])) * up[j];
-      }
-      Four result, next;
+  for (int begin = 0; begin < kTurns; begin += kBatch) {
+    float4 terms[kBatch][kTotals][kTerms];  // all loads before the first sum
+    Four kept[kBatch] = {};
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        if (MODE == 1 && of.bias != nullptr) four[j] += to_float(of.bias[row + j]);
-        result.of[j] = from_float<T>(MODE == 2 ? four[j] : four[j] + to_float(before.of[j]));
-        if (MODE == 1) {
-          const float kept = to_float(result.of[j]);
-          square += kept * kept;
-          next.of[j] = from_float<T>(kept * to_float(weights.of[j]));
+    for (int b = 0; b < kBatch; ++b) {
+      const int turn = begin + b;
+      if (turn >= kTurns) break;
+      const int token = valid(turn) ? rank + (slot + turn * kPass) * SPLIT : 0;
+#pragma unroll
+      for (int t = 0; t < kTotals; ++t) {
+#pragma unroll
+        for (int i = 0; i < kTerms; ++i) {
+          const int at = i % WAYS * kSums + token * kPitch + t * kOutputs + piece * 4;
+          if constexpr (SPLIT == 1) {
+            terms[b][t][i] = *reinterpret_cast<const float4*>(sums + at);
+          } else {
+            terms[b][t][i] = load_in_cluster(places[i / WAYS] + at * 4);
+          }
         }
       }
-      result.store(of.out + to);
-      if (MODE == 1 && of.next_norm != nullptr) next.store(of.scaled + to);
+      if (MODE == 1) {
+        if (turn < kEarly) kept[b] = before[turn < kEarly ? turn : 0];
+        else if (valid(turn)) kept[b] = Four::load(of.out + place(turn));
+      }
     }
-    if (MODE == 1 && of.next_norm != nullptr) {
-      // Pieces of a token are 16 or 32 neighbouring lanes; with more groups of rows they would not.
-      square = group_sum<kPieces < 32 ? kPieces : 32>(square);
-      const int tiles = (of.rows + kRows - 1) / kRows;
-      if (i % kPieces == 0 && i < mine * kPieces && tile < tiles) {
-        of.next_squares[static_cast<int64_t>(first_token + token) * tiles + tile] = square;
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const int turn = begin + b;
+      if (turn >= kTurns) break;
+#pragma unroll
+      for (int t = 0; t < kTotals; ++t) {
+#pragma unroll
+        for (int i = 1; i < kTerms; ++i) terms[b][t][0] = terms[b][t][0] + terms[b][t][i];
+      }
+      const bool here = valid(turn);
+      const float scale = of.squares != nullptr && here ? scales[slot + turn * kPass] : 1.0f;
+      const float4 first_total = terms[b][0][0], second = terms[b][kTotals - 1][0];
+      float four[4] = {first_total.x * scale, first_total.y * scale, first_total.z * scale,
+                       first_total.w * scale};
+      const float up[4] = {second.x * scale, second.y * scale, second.z * scale, second.w * scale};
+      Four result, next;
+      float square = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (MODE == 2) four[i] = four[i] / (1.0f + __expf(-four[i])) * up[i];
+        else four[i] += to_float(bias.of[i]);
+        if (MODE == 1) four[i] += to_float(kept[b].of[i]);
+        result.of[i] = from_float<T>(four[i]);
+        if (MODE == 1) {
+          const float rounded = to_float(result.of[i]);
+          square += rounded * rounded;
+          next.of[i] = from_float<T>(rounded * to_float(weights.of[i]));
+        }
+      }
+      if (here) result.store(of.out + place(turn));
+      if (MODE == 1 && of.next_norm != nullptr) {
+        if (here) next.store(of.scaled + place(turn));
+        // Pieces of a token are 16 or 32 neighbouring lanes; with more rows they would not be.
+        square = group_sum<kPieces < 32 ? kPieces : 32>(here ? square : 0.0f);
+        if (piece == 0 && slot < kPass && slot + turn * kPass < mine && row < stored) {
+          const int64_t token = first_token + rank + (slot + turn * kPass) * SPLIT;
+          of.next_squares[token * ((of.rows + kRows - 1) / kRows) + tile] = square;
+        }
       }
     }
   }
@@ -275,8 +305,7 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 // (out [M, N], x [M, K], w [N, K], bias [N] or None, squares [M, parts] or None, eps, next_norm [N]
-//  or None, scaled [M, N] or None, next_squares [M, tiles] or None, bytes of shared memory, weights
-//  that the next product reads or None)
+//  or None, scaled [M, N] or None, next_squares [M, tiles] or None, bytes of shared memory)
 EXPORT(wide_linear) {
   static_assert(MODE != 1 || GROUPS <= 2, "a token's squares are summed within a warp");
   Arguments of = {};
@@ -316,11 +345,6 @@ EXPORT(wide_linear) {
   const int stored = MODE == 2 ? of.rows / 2 : of.rows;
   const int64_t tiles = (stored + kOutputs - 1) / kOutputs;
   const int64_t clusters = (tiles + SHARE - 1) / SHARE * of.token_tiles;
-  if (args.tensor(10) != nullptr) {
-    of.ahead = args.data<const char>(10);
-    const int64_t bytes = args.size(10, 0) * args.size(10, 1) * 2;
-    of.ahead_bytes = static_cast<uint32_t>(bytes / (clusters * kCluster) / 128 * 128);
-  }
   return launch_clusters(wide_linear, clusters * kCluster, kCluster, kThreads, shared,
                          args.stream(), weight_map, token_map, of);
 }

@@ -111,7 +111,6 @@ inline void copy_tile_to(uint32_t blocks, uint32_t to, const CUtensorMap* map, i
 }
 
 inline void publish_memory() {}
-inline void prefetch_bytes(const char*, uint32_t) {}
 inline void prefetch_map(const CUtensorMap*) {}
 inline void arrive_cluster() { emulator::cluster_arrive(); }
 inline void arrive_cluster_early() { emulator::cluster_arrive(); }
