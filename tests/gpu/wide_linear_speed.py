@@ -167,8 +167,9 @@ def layer(model: str) -> None:
             h.copy_(made(tokens, o.rows))
             found.append(1e6 * time_on_device(way, layers, 0.01))
         print(
-            f"layer of {model}, {tokens} tokens: {found[0]:.1f} us, library {found[1]:.1f}", flush=True,
-        )  # fmt: skip
+            f"layer of {model}, {tokens} tokens: {found[0]:.1f} us, library {found[1]:.1f}",
+            flush=True,
+        )
 
 
 def main(arguments: list[str]) -> None:
