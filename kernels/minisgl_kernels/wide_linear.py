@@ -8,6 +8,7 @@ squares that the next one divides by.
 
 import functools
 import itertools
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,8 +29,6 @@ TILE = 16
 K_STEP = 64
 ROWS = 64
 """Of a warpgroup."""
-CLUSTER = 8
-"""Blocks at most."""
 SHARED_BYTES = 232_448
 """That a block may have on Hopper, all told."""
 _STORE, _ADD, _SILU = range(3)
@@ -54,8 +53,6 @@ class Blocks(NamedTuple):
     """Of 64 rows of W, in a block."""
     split: int = 1
     """Blocks that share the K dimension."""
-    share: int = 1
-    """Blocks, of neighbouring rows, that fetch tokens for each other."""
     tiles: int = 1
     """Parts of the tokens."""
     ways: int = 1
@@ -68,13 +65,8 @@ WideLinear = Callable[..., torch.Tensor]
 WideAdd = Callable[..., Normed]
 
 
-def _macros(
-    tokens: int, groups: int, ways: int, split: int, share: int, mode: int
-) -> dict[str, str | int]:
-    return {
-        "TOKENS": tokens, "GROUPS": groups, "WAYS": ways, "SPLIT": split, "SHARE": share,
-        "MODE": mode,
-    }  # fmt: skip
+def _macros(tokens: int, groups: int, ways: int, split: int, mode: int) -> dict[str, str | int]:
+    return {"TOKENS": tokens, "GROUPS": groups, "WAYS": ways, "SPLIT": split, "MODE": mode}
 
 
 _family = Family("wide_linear", "wide_linear", _macros)
@@ -177,42 +169,68 @@ def _call(
 
 def width_of(tokens: int, cut: Blocks) -> int:
     """Tokens that a block has room for; the same for all that round up to one multiple of 16."""
-    tokens, step = -(-tokens // TILE) * TILE, 8 * cut.share
-    return -(-tokens // (cut.tiles * step)) * step
+    tokens = -(-tokens // TILE) * TILE
+    return -(-tokens // (cut.tiles * 8)) * 8
 
 
 @functools.cache
 def shape_of_blocks(rows: int, k: int, tokens: int, mode: int) -> Blocks:
-    """The cut that should be fastest for weights [rows, k] and up to so many tokens.
+    """A cut that is fast for weights [rows, k] and up to so many tokens."""
+    return likely_blocks(rows, k, tokens, mode)[0]
 
-    About 64 blocks: the next product's, with their weights, stand on the other multiprocessors
-    already. Many tokens go in two parts to blocks of more rows: fewer bytes come from the L2 cache.
+
+def likely_blocks(rows: int, k: int, tokens: int, mode: int) -> list[Blocks]:
+    """Some cuts, one of which should be the fastest; the likeliest first.
+
+    With about 64 blocks the next product's, with their weights, stand on the other multiprocessors
+    already. Twice as many, each with half of the shared memory, leave it room on the same ones.
+    Many tokens go in parts to blocks of more rows: fewer bytes come from the L2 cache.
     """
-    groups, tiles = (1, 1) if tokens <= 96 else (2, 2)
-    blocks = -(-rows // (ROWS * groups)) * tiles
-    split = next(n for n in (1, 2, 4, 8) if n * blocks > 48 or 2 * n > min(CLUSTER, k // K_STEP))
-    return Blocks(groups, split, tiles=tiles)
+    few = tokens <= 32
+    forms = [(1, 1), (2, 1), (3, 1)] if few else [(1, 1), (2, 1), (2, 2)]
+    if tokens > 96:
+        forms = [(2, 2), (2, 3), (3, 2)]
+    found = []
+    for shared, wanted, some, count in (
+        (SHARED_BYTES, 56, forms, 4),
+        (SHARED_BYTES // 2 - 1024, 150, [(1, 2), (1, 3)], 1 if few else 2),
+    ):  # fmt: skip
+        cuts = [
+            cut
+            for cut in possible_blocks(rows, k, tokens, mode)
+            if (cut.groups, cut.tiles) in some and cut.ways == 1
+        ]
+        cuts.sort(key=lambda cut: abs(math.log2(blocks_of(rows, cut) / wanted)))
+        found += [cut._replace(shared=shared) for cut in cuts[:count]]
+    single = [cut for cut in found if cut.groups == 1 and cut.tiles == 1]
+    if tokens <= 96 and single and 2 * single[0].split <= k // K_STEP:
+        found.append(single[0]._replace(ways=2))
+    return found or possible_blocks(rows, k, tokens, mode)[:1]
+
+
+def blocks_of(rows: int, cut: Blocks) -> int:
+    """How many blocks a product of weights [rows, k] has."""
+    return -(-rows // (ROWS * cut.groups)) * cut.split * cut.tiles
 
 
 def signature(tokens: int, cut: Blocks, mode: int) -> tuple[int, ...]:
     """What decides which kernel computes a product so."""
-    return width_of(tokens, cut), cut.groups, cut.ways, cut.split, cut.share, mode
+    return width_of(tokens, cut), cut.groups, cut.ways, cut.split, mode
 
 
 def possible_blocks(rows: int, k: int, tokens: int, mode: int) -> list[Blocks]:
     """All cuts that a block's registers and shared memory, and a cluster, hold."""
     found = []
-    for groups, ways, split, share, tiles in itertools.product(
-        (1, 2, 3), (1, 2), (1, 2, 4, 8), (1, 2, 4), (1, 2, 3, 4)
+    for groups, ways, split, tiles in itertools.product(
+        (1, 2, 3), (1, 2), (1, 2, 4, 8), range(1, 5)
     ):
-        cut = Blocks(groups, split, share, tiles, ways)
+        cut = Blocks(groups, split, tiles, ways)
         width, height = width_of(tokens, cut), ROWS * groups
-        if split * share > CLUSTER or split * ways > k // K_STEP or width > MAX_TOKENS:
+        if split * ways > k // K_STEP or (tiles - 1) * width >= tokens:
             continue
-        # Registers of a thread; squares are summed within a warp.
-        if (tiles - 1) * width >= tokens or (groups == 3 and mode == _ADD):
+        if groups == 3 and mode == _ADD:  # squares are summed within a warp
             continue
-        if width > {1: 256, 2: 256, 3: 192, 4: 128}.get(groups * ways, 0):
+        if width > {1: 256, 2: 256, 3: 192, 4: 128}.get(groups * ways, 0):  # registers
             continue
         stages, sums = (ways + 1) * (height + width) * 2 * K_STEP, ways * width * (height + 4) * 4
         if max(stages, sums) + _TAIL <= SHARED_BYTES:

@@ -15,7 +15,6 @@ from minisgl_kernels import activation, decode_inputs, embedding, kv_store, norm
 from minisgl_kernels.block_table import block_table
 from minisgl_kernels.decode_attention import DecodeAttention
 from minisgl_kernels.filter_bounds import filter_bounds
-from minisgl_kernels.prefetch import prefetch
 from minisgl_kernels.sample import sample
 from minisgl_kernels.skinny_linear import skinny_linear
 from minisgl_kernels.wide_linear import Blocks, Normed, wide_add, wide_linear
@@ -110,17 +109,14 @@ def call_block_table() -> None:
 
 
 def call_decode_attention() -> None:
-    """Whole requests and parts of requests, twice each; the second time beside other kernels."""
-    for heads, kv_heads, dim, lens, left in (
-        (4, 2, 128, [1, 17, 500], 0), (3, 1, 64, [3000, 40], 1),
-    ):  # fmt: skip
+    """Whole requests and parts of requests, twice each, and with what comes before."""
+    for heads, kv_heads, dim, lens in ((4, 2, 128, [1, 17, 500]), (3, 1, 64, [3000, 40])):
         width, batch = max(lens), len(lens)
         slots = _randn(2, batch * width, kv_heads, dim)
         table = torch.randperm(batch * width, device=DEVICE).view(batch, width).int()
         kernel = DecodeAttention(
             max_batch=batch, num_qo_heads=heads, num_kv_heads=kv_heads, head_dim=dim,
-            dtype=torch.bfloat16, device=torch.device(DEVICE), sm_count=1 + left,
-            left=left,
+            dtype=torch.bfloat16, device=torch.device(DEVICE), sm_count=1,
         )  # fmt: skip
         rows = torch.randperm(batch, device=DEVICE).int()
         kernel.plan(torch.tensor(lens, dtype=torch.int32, device=DEVICE), rows)
@@ -130,11 +126,6 @@ def call_decode_attention() -> None:
         qkv = _randn(batch, (heads + 2 * kv_heads) * dim)
         for weights in (turn[:2], (None, None)):
             kernel.attention_of_qkv(qkv, *weights, *turn[2:], *slots, table)
-
-
-def call_prefetch() -> None:
-    """To the end of a tensor."""
-    prefetch(_randn(99, 4096), 1 << 30)
 
 
 def call_filter_bounds() -> None:
@@ -155,8 +146,8 @@ def call_skinny_linear() -> None:
 
 
 def call_wide_linear() -> None:
-    """Clusters that share tokens and the K dimension, and tiles that are not full."""
-    for tokens, cut in ((9, Blocks(1, 2, 2)), (50, Blocks(2, 1, 1, 2)), (33, Blocks(1, 4))):
+    """Clusters that share the K dimension, ways, and tiles that are not full."""
+    for tokens, cut in ((9, Blocks(1, 2, ways=2)), (50, Blocks(2, 1, 2)), (33, Blocks(1, 4))):
         x, weight, h = _randn(tokens, 1088), _randn(432, 1088), _randn(tokens, 432)
         ready = wide_add(h, x, weight, _randn(432), blocks=cut)
         wide_linear(x, weight, bias=_randn(432), blocks=cut)

@@ -1,9 +1,9 @@
 """Times of ways to cut a product among blocks, and of a layer's products after each other.
 
-    python -m tests.gpu.wide_linear_speed [0.6b] [14b] [layer] [FILE.json]
+    python -m tests.gpu.wide_linear_speed [0.6b] [14b] [FILE.json]
 
 Microseconds of one product, in a graph of many with weights of their own, so that those come from
-memory. What is best here is what `shape_of_blocks` should choose.
+memory. What is best here should be among `likely_blocks`.
 """
 
 import json
@@ -21,13 +21,11 @@ from minisgl_kernels.activation import silu_and_mul
 from minisgl_kernels.cuda_build import prepare
 from minisgl_kernels.norm import rms_norm
 from minisgl_kernels.wide_linear import (
-    ROWS,
     SHARED_BYTES,
     Blocks,
     Normed,
     _family,
-    possible_blocks,
-    shape_of_blocks,
+    likely_blocks,
     signature,
     wide_add,
     wide_linear,
@@ -49,13 +47,6 @@ MODELS = {
             Product(5120, 17408, 1)),
 }  # fmt: skip
 TOKENS = (16, 32, 64, 96, 128, 176, 256)
-SWEPT = {"0.6b": (32, 96, 176, 256), "14b": (32, 128, 256)}
-BLOCKS = {"0.6b": (24, 272), "14b": (56, 560)}
-"""The fewest and the most of a cut that is tried."""
-SPLIT_OF_SHARED = {"0.6b": 4, "14b": 1}
-"""The largest split where blocks share tokens."""
-HALF = 113_000
-"""Shared memory of a block when a multiprocessor holds two."""
 SECONDS = 0.003
 
 
@@ -86,70 +77,60 @@ def library(
     return silu_and_mul(out) if mode == 2 else out
 
 
-def candidates(model: str, product: Product, tokens: int) -> list[Blocks]:
-    least, most = BLOCKS[model]
-    found = []
-    for cut in possible_blocks(*product[:2], tokens, product.mode):
-        blocks = -(-product.rows // (ROWS * cut.groups)) * cut.split * cut.tiles
-        if cut.ways > 1 and (tokens > 96 or cut.share > 1 or cut.groups > 1 or cut.tiles > 1):
-            continue
-        shared = cut.tiles <= 2 and cut.groups <= 2 and cut.split <= SPLIT_OF_SHARED[model]
-        if least <= blocks <= most and cut.tiles <= 3 and (cut.share == 1 or shared):
-            found.append(cut)
-    return found
-
-
 def sweep(model: str, results: dict[str, dict[str, float]]) -> None:
-    """A line for each product and number of tokens: the best cuts, the rule's, and libraries."""
-    cases = [(product, n) for product in MODELS[model] for n in SWEPT[model]]
-    variants = {
-        (_family, signature(n, cut, product.mode))
-        for product, n in cases for cut in candidates(model, product, n)
-    }  # fmt: skip
-    prepare(variants)
-    print(f"{model}: {len(variants)} kernels", flush=True)
+    """A line for each product and number of tokens: its likely cuts, and the library."""
+    prepare(
+        {
+            (_family, signature(n, cut, product.mode))
+            for product in MODELS[model] for n in TOKENS
+            for cut in likely_blocks(*product[:2], n, product.mode)
+        }
+    )  # fmt: skip
     for product in MODELS[model]:
         rows, k, mode = product
         weights = [made(rows, k) for _ in range(max(3, 150_000_000 // (rows * k * 2)))]
-        for tokens in SWEPT[model]:
+        for tokens in TOKENS:
             x, residual = made(tokens, k), made(tokens, rows)
-            times = {}
-            for cut in candidates(model, product, tokens):
-                for shared in (SHARED_BYTES, HALF) if cut.share == 1 else (SHARED_BYTES,):
-                    some = cut._replace(shared=shared)
-                    times[some] = time_one(partial(wide, mode, some, residual), x, weights)
-            best = sorted(times, key=times.__getitem__)
-            rule = shape_of_blocks(rows, k, tokens, mode)
+            times = {
+                cut: time_one(partial(wide, mode, cut, residual), x, weights)
+                for cut in likely_blocks(rows, k, tokens, mode)
+            }
             shown = " ".join(
-                f"{times[cut]:.2f}{cut[:5]}{'' if cut.shared == SHARED_BYTES else 'h'}"
-                for cut in best[:7]
+                f"{times[cut]:.2f}{cut[:4]}{'' if cut.shared == SHARED_BYTES else 'h'}"
+                for cut in sorted(times, key=times.__getitem__)
             )
             library_time = time_one(partial(library, mode, residual), x, weights)
-            print(
-                f"{rows}x{k} {tokens}: {shown} | rule {times.get(rule, 0.0):.2f}{rule[:5]}"
-                f" | library {library_time:.2f}", flush=True,
-            )  # fmt: skip
+            print(f"{rows}x{k} {tokens}: {shown} | library {library_time:.2f}", flush=True)
             found = {" ".join(map(str, cut)): time for cut, time in times.items()}
             results[f"{rows} {k} {mode} {tokens}"] = {"library": library_time, **found}
 
 
-def layer(model: str) -> None:
-    """All products of a layer, with norms and gate: the library's, and ours."""
+def best_of(results: dict[str, dict[str, float]], product: Product, tokens: int) -> Blocks:
+    """The cut that was the fastest."""
+    times = results[" ".join(map(str, (*product, tokens)))]
+    name = min(times.keys() - {"library"}, key=times.__getitem__)
+    return Blocks(*map(int, name.split()))
+
+
+def layer(model: str, results: dict[str, dict[str, float]]) -> None:
+    """All products of a layer, with norms and gate: the library's, and ours, each by its best
+    cut."""
     _, o, _, _ = MODELS[model]
     count = max(3, 400_000_000 // (2 * sum(p.rows * p.k for p in MODELS[model])))
     layers = [tuple(made(p.rows, p.k) for p in MODELS[model]) for _ in range(count)]
     norm = made(o.rows)
     for tokens in TOKENS:
         h, heads = made(tokens, o.rows), made(tokens, o.k)
+        cuts = [best_of(results, product, tokens) for product in MODELS[model]]
         ready: list[Normed | None] = [None]
 
         def ours(*weights: torch.Tensor) -> None:
             before = ready[0]  # noqa: B023
             x: torch.Tensor | Normed = rms_norm(h, norm, 1e-6) if before is None else before  # noqa: B023
-            wide_linear(x, weights[0], eps=1e-6)
-            x = wide_add(h, heads, weights[1], norm)  # noqa: B023
-            x = wide_linear(x, weights[2], eps=1e-6, silu=True)
-            ready[0] = wide_add(h, x, weights[3], norm)  # noqa: B023
+            wide_linear(x, weights[0], eps=1e-6, blocks=cuts[0])  # noqa: B023
+            x = wide_add(h, heads, weights[1], norm, blocks=cuts[1])  # noqa: B023
+            x = wide_linear(x, weights[2], eps=1e-6, silu=True, blocks=cuts[2])  # noqa: B023
+            ready[0] = wide_add(h, x, weights[3], norm, blocks=cuts[3])  # noqa: B023
 
         def theirs(*weights: torch.Tensor) -> None:
             F.linear(rms_norm(h, norm, 1e-6), weights[0])  # noqa: B023
@@ -157,11 +138,6 @@ def layer(model: str) -> None:
             x = silu_and_mul(F.linear(rms_norm(h, norm, 1e-6), weights[2]))  # noqa: B023
             h.addmm_(x, weights[3].t())  # noqa: B023
 
-        prepare(
-            (_family, signature(tokens, cut, p.mode))
-            for p in MODELS[model]
-            for cut in [shape_of_blocks(p.rows, p.k, -(-tokens // 16) * 16, p.mode)]
-        )
         found = []
         for way in (ours, theirs):
             h.copy_(made(tokens, o.rows))
@@ -178,9 +154,8 @@ def main(arguments: list[str]) -> None:
     models = [name for name in arguments if name in MODELS] or list(MODELS)
     results: dict[str, dict[str, float]] = {}
     for model in models:
-        layer(model)
-    for model in models if "layer" not in arguments else ():
         sweep(model, results)
+        layer(model, results)
         for file in files:
             file.write_text(json.dumps(results, indent=1))
 

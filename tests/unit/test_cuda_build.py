@@ -25,7 +25,7 @@ SOURCES = {
     "sample": {**BF16, "FEW": 256, "MANY": 1024},
     "filter_bounds": {**BF16, "THREADS": 512},
     "skinny_linear": {**BF16, "NORM": 1, "MODE": 2},
-    "wide_linear": {"TOKENS": 96, "GROUPS": 2, "WAYS": 1, "SPLIT": 2, "SHARE": 2, "MODE": 1},
+    "wide_linear": {"TOKENS": 96, "GROUPS": 2, "WAYS": 1, "SPLIT": 2, "MODE": 1},
 }
 
 

@@ -266,10 +266,10 @@ def test_filter_bounds_pass_the_tokens_of_the_filters(levels, limits):
         (5, 64, 64, wide_linear.Blocks(1), "plain"),
         (19, 72, 192, wide_linear.Blocks(1, split=2), "bias"),
         (37, 144, 448, wide_linear.Blocks(2, split=3, tiles=2), "residual"),
-        (20, 176, 448, wide_linear.Blocks(1, split=2, share=2, shared=28_000), "following"),
-        (21, 176, 192, wide_linear.Blocks(3, share=2, shared=80_000), "silu"),
+        (20, 176, 448, wide_linear.Blocks(1, split=2, shared=28_000), "following"),
+        (21, 176, 192, wide_linear.Blocks(3, shared=80_000), "silu"),
         (10, 80, 448, wide_linear.Blocks(1, split=2, ways=2, shared=28_000), "residual"),
-        (33, 80, 320, wide_linear.Blocks(1, share=2, tiles=2, shared=28_000), "normed"),
+        (33, 80, 320, wide_linear.Blocks(1, tiles=2, shared=28_000), "normed"),
     ],
 )
 def test_wide_linear(tokens, rows, k, cut, option):

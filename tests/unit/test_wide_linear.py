@@ -11,6 +11,7 @@ from minisgl_kernels.wide_linear import (
     TOKENS_ENV,
     Normed,
     computes,
+    likely_blocks,
     max_tokens,
     possible_blocks,
     shape_of_blocks,
@@ -30,13 +31,14 @@ def test_every_cut_covers_the_tokens_and_fits_a_block(
     rows: int, k: int, mode: int, tokens: int
 ) -> None:
     cuts = possible_blocks(rows, k, tokens, mode)
-    assert shape_of_blocks(rows, k, tokens, mode) in cuts
+    for likely in likely_blocks(rows, k, tokens, mode):
+        assert likely._replace(shared=SHARED_BYTES) in cuts
+    assert shape_of_blocks(rows, k, tokens, mode) == likely_blocks(rows, k, tokens, mode)[0]
     for cut in cuts:
         width = width_of(tokens, cut)
         assert width * cut.tiles >= tokens > width * (cut.tiles - 1)
         assert width % 8 == 0
-        assert width // cut.share % 8 == 0, "a block fetches whole groups of 8 tokens"
-        assert cut.split * cut.share <= 8
+        assert cut.split <= 8
         assert cut.split * cut.ways <= k // 64
         assert 64 * cut.groups * width * 4 < SHARED_BYTES
         assert not (cut.groups == 3 and mode == 1)

@@ -100,16 +100,6 @@ __device__ inline void copy_tile(uint32_t to, const CUtensorMap* map, int row, i
       : "memory");
 }
 
-// The same to the same place in all these blocks of the cluster, and counted there.
-__device__ inline void copy_tile_to(uint32_t blocks, uint32_t to, const CUtensorMap* map, int row,
-                                    int column, uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(column),
-      "r"(row), "r"(barrier), "h"(static_cast<uint16_t>(blocks))
-      : "memory");
-}
-
 // What this thread can see of the device's memory, the accelerator sees after this.
 __device__ inline void publish_memory() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
@@ -137,12 +127,6 @@ __device__ inline uint32_t address_in(uint32_t address, uint32_t rank) {
   uint32_t there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
   return there;
-}
-
-// `arrive` at a barrier of another block. What this thread wrote need not be seen there: that would
-// be a fence of the whole device each time.
-__device__ inline void arrive_in(uint32_t there) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
 }
 
 __device__ inline float4 load_in_cluster(uint32_t address) {

@@ -1,10 +1,8 @@
 // Some tokens times a weight matrix: out[M, N] = x[M, K] W[N, K]^T for M up to 256, on Hopper.
 //
 // The rows of W are the 64 rows of a warpgroup's product and the tokens its columns, so that hardly
-// a tensor core works on padding. A block has 64 GROUPS rows and up to TOKENS tokens. What is dear is
-// to bring x from the L2 cache to every block, so SHARE blocks with neighbouring rows fetch a part of
-// it each, for all of them. SPLIT blocks share the K dimension, so that all multiprocessors have
-// work. All these are a cluster. Within a block, WAYS warpgroups take turns with the same rows: the
+// a tensor core works on padding. A block has 64 GROUPS rows and up to TOKENS tokens. SPLIT blocks, a
+// cluster, share the K dimension, so that enough multiprocessors have work. Within a block, WAYS warpgroups take turns with the same rows: the
 // products of few tokens are short, and each waits for the one before. One thread has tiles of 64 k of W and of x copied to shared memory,
 // swizzled, some stages ahead. At the end each block adds up, in the order of the blocks, what those
 // that share its K dimension have of its part of the tokens.
@@ -25,8 +23,7 @@ namespace {
 
 using T = __nv_bfloat16;
 
-// Macros: TOKENS (a multiple of 8 SHARE to 256), GROUPS, WAYS, SPLIT, SHARE, MODE.
-constexpr int kCluster = SPLIT * SHARE;
+// Macros: TOKENS (a multiple of 8 to 256), GROUPS, WAYS, SPLIT, MODE.
 constexpr int kRows = 64 * GROUPS;
 constexpr int kOutputs = MODE == 2 ? kRows / 2 : kRows;  // of a block, for each token
 constexpr int kPitch = kRows + 4;  // of sums: a token further on is 4 banks further on, modulo 16
@@ -76,9 +73,8 @@ __global__ void __launch_bounds__(kThreads)
 
   launch_next();  // with its weights under way it waits for this one, and this one for all before
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int in_cluster = blockIdx.x % kCluster, cluster = blockIdx.x / kCluster;
-  const int rank = in_cluster % SPLIT, neighbour = in_cluster / SPLIT;
-  const int tile = cluster / of.token_tiles * SHARE + neighbour;
+  const int rank = blockIdx.x % SPLIT, cluster = blockIdx.x / SPLIT;
+  const int tile = cluster / of.token_tiles;
   const int first_token = cluster % of.token_tiles * TOKENS;
   const int tokens = of.tokens - first_token < TOKENS ? of.tokens - first_token : TOKENS;
   const int chunks = of.k / kChunk;
@@ -98,17 +94,8 @@ __global__ void __launch_bounds__(kThreads)
     }
   };
   auto copy_tokens = [&](int i, int stage) {
-    const int part = neighbour * (TOKENS / SHARE);
-    const uint32_t to = start + stage * kStageBytes + (kRows + part) * kRowBytes;
-    if constexpr (SHARE == 1) {
-      copy_tile(to, &token_map, first_token, (first + i) * kChunk, full + stage * 8);
-    } else {
-      uint32_t to_blocks = 0;
-#pragma unroll
-      for (int j = 0; j < SHARE; ++j) to_blocks |= 1u << (rank + j * SPLIT);
-      copy_tile_to(to_blocks, to, &token_map, first_token + part, (first + i) * kChunk,
-                   full + stage * 8);
-    }
+    copy_tile(start + stage * kStageBytes + kRows * kRowBytes, &token_map, first_token,
+              (first + i) * kChunk, full + stage * 8);
   };
 
   const int ahead = count < of.stages ? count : of.stages;
@@ -118,15 +105,13 @@ __global__ void __launch_bounds__(kThreads)
     prefetch_map(&token_map);
     for (int i = 0; i < of.stages; ++i) {
       make_barrier(full + i * 8, 1);
-      make_barrier(empty + i * 8, 4 * GROUPS * SHARE);
+      make_barrier(empty + i * 8, 4 * GROUPS);
     }
     publish_barriers();
     for (int i = 0; i < ahead; ++i) copy_weights(i, i);
   }
   __syncthreads();
-  if constexpr (SHARE > 1) arrive_cluster_early();  // the others' barriers are there
   wait_for_previous();
-  if constexpr (SHARE > 1) wait_cluster();
 
   float sum[TOKENS / 2];
   if (warp == kWarps) {
@@ -172,11 +157,7 @@ __global__ void __launch_bounds__(kThreads)
       }
       end_products();
       wait_products<1>();
-      if (i >= WAYS && i - WAYS + of.stages < count && lane < SHARE) {
-        const uint32_t barrier = empty + before * 8;
-        if constexpr (SHARE == 1) arrive(barrier);
-        else arrive_in(address_in(barrier, rank + lane * SPLIT));
-      }
+      if (i >= WAYS && i - WAYS + of.stages < count && lane == 0) arrive(empty + before * 8);
       before = stage;
       stage += WAYS;
       if (stage >= of.stages) stage -= of.stages, parity ^= 1;
@@ -222,7 +203,7 @@ __global__ void __launch_bounds__(kThreads)
   if constexpr (SPLIT > 1) {
     arrive_cluster();
 #pragma unroll
-    for (int i = 0; i < SPLIT; ++i) places[i] = address_in(start, neighbour * SPLIT + i);
+    for (int i = 0; i < SPLIT; ++i) places[i] = address_in(start, i);
     wait_cluster();
   } else {
     __syncthreads();
@@ -295,7 +276,7 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
   }
-  if constexpr (kCluster > 1) {  // others may still read this block's sums, or come to its barriers
+  if constexpr (SPLIT > 1) {  // others may still read this block's sums
     __syncwarp();
     arrive_cluster_early();
     wait_cluster();
@@ -339,12 +320,9 @@ EXPORT(wide_linear) {
   }
   CUtensorMap weight_map, token_map;
   if (make_map(&weight_map, args.data<const void>(2), of.rows, of.k, kOutputs)) return -1;
-  if (make_map(&token_map, args.data<const void>(1), of.tokens, of.k, TOKENS / SHARE)) {
-    return -1;
-  }
+  if (make_map(&token_map, args.data<const void>(1), of.tokens, of.k, TOKENS)) return -1;
   const int stored = MODE == 2 ? of.rows / 2 : of.rows;
   const int64_t tiles = (stored + kOutputs - 1) / kOutputs;
-  const int64_t clusters = (tiles + SHARE - 1) / SHARE * of.token_tiles;
-  return launch_clusters(wide_linear, clusters * kCluster, kCluster, kThreads, shared,
+  return launch_clusters(wide_linear, tiles * of.token_tiles * SPLIT, SPLIT, kThreads, shared,
                          args.stream(), weight_map, token_map, of);
 }

@@ -72,7 +72,7 @@ def emulated_module(
     )
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(parts))).hexdigest()
     source = (build.CSRC / f"{name}.cu").read_text()
-    cluster = CLUSTERS.get(name, int(macros.get("SPLIT", 1)) * int(macros.get("SHARE", 1)))
+    cluster = CLUSTERS.get(name, int(macros.get("SPLIT", 1)))
     text = f"// with headers {digest}\n#define CLUSTER {cluster}\n{given}{source}"
     folder = build._temporary_root() / hashlib.sha256(text.encode()).hexdigest()[:16]
     folder.mkdir(exist_ok=True)

@@ -67,7 +67,6 @@ inline void arrive_expecting(uint32_t barrier, uint32_t bytes) {
   b.settle();
 }
 inline void arrive(uint32_t barrier) { arrive_expecting(barrier, 0); }
-inline void arrive_in(uint32_t there) { arrive_expecting(there, 0); }
 inline void wait_barrier(uint32_t barrier, uint32_t parity) {
   for (;;) {
     {
@@ -99,15 +98,6 @@ inline void copy_tile(uint32_t to, const CUtensorMap* map, int row, int column, 
   Barrier& b = barrier_at(barrier);
   b.bytes -= map->tile_rows * 128;
   b.settle();
-}
-
-inline void copy_tile_to(uint32_t blocks, uint32_t to, const CUtensorMap* map, int row, int column,
-                         uint32_t barrier) {
-  for (uint32_t rank = 0; rank < CLUSTER; ++rank) {
-    if (blocks >> rank & 1) {
-      copy_tile(address_in(to, rank), map, row, column, address_in(barrier, rank));
-    }
-  }
 }
 
 inline void publish_memory() {}
