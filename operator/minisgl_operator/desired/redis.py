@@ -35,6 +35,14 @@ hash() {{ sha256sum | cut -d' ' -f1; }}
 password=$(tr -d '\\n' < {password}/password | hash)
 echo "user default reset on #$password ~minisgl:{{{service}}}:* {rules}" > {run}/acl
 server=$(command -v redis-server || command -v valkey-server)
+# A start that came to nothing: with a broken file no other would. What is in it lives for seconds.
+check=$(command -v redis-check-aof || command -v valkey-check-aof || true)
+file={data}/appendonlydir/appendonly.aof.manifest
+if [ -e {run}/starts ] && [ -e "$file" ] && [ "$check" ] && ! "$check" "$file" >&2; then
+  echo "minisgl: the append-only file is broken: Redis starts without it" >&2
+  rm -rf {data}/appendonlydir
+fi
+: > {run}/starts
 {reload}exec "$server" "$@" --aclfile {run}/acl"""
 _RELOAD = """\
 head -c 32 /dev/urandom | hash > {run}/local
@@ -194,7 +202,7 @@ def _template(obj: MiniSGLang, managed: ManagedRedis, image: str) -> Manifest:
         files = ("tls.crt", "tls.key", "ca.crt")
         volumes.append(secret_volume("tls", managed.tls_secret_name, {f: f for f in files}))
         mounts.append({"name": "tls", "mountPath": _TLS, "readOnly": True})
-    place = {"password": _PASSWORD, "run": _RUN, "tls": _TLS}
+    place = {"password": _PASSWORD, "run": _RUN, "tls": _TLS, "data": _DATA}
     start = _START.format(
         **place, service=names.service(obj), rules=RULES,
         reload=_RELOAD.format(**place) if tls else "",
@@ -211,7 +219,9 @@ def _template(obj: MiniSGLang, managed: ManagedRedis, image: str) -> Manifest:
             "ports": [{"name": "redis", "containerPort": PORT}],
             "volumeMounts": mounts,
             # One that reads its file answers LOADING: alive, but not ready.
-            "readinessProbe": parts.probe(_shell(ask + '[ "$(ask PING)" = PONG ]'), 5, 2),
+            "readinessProbe": parts.probe(
+                _shell(ask + f'[ "$(ask PING)" = PONG ] && rm -f {_RUN}/starts'), 5, 2
+            ),
             "livenessProbe": parts.probe(_shell(ask + '[ -n "$(ask PING)" ]'), 10, 6),
             "lifecycle": {"preStop": _shell(ask + _LEAVE, _DRAINING, states, str(fresh))},
         },

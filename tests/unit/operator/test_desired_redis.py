@@ -189,6 +189,36 @@ def test_what_it_held_is_there_after_its_container_was_killed(server: Server) ->
 
 
 @needs_redis
+def test_a_file_that_it_cannot_read_keeps_it_from_serving_once_and_no_more(server: Server) -> None:
+    server.client().set(f"minisgl:{{{SERVICE}}}:x", "y" * 1000)
+    (file,) = server.data.rglob("*.incr.aof")
+    wait_until(lambda: file.stat().st_size > 1000, 10, server.tail)
+    server.kill()
+    with file.open("r+b") as broken:
+        broken.write(b"\0" * 50)
+    server.start()
+    assert server.process is not None and server.process.wait(60) != 0
+    server.start()
+    server.wait()
+    assert "the append-only file is broken" in server.tail()
+    assert server.client().get(f"minisgl:{{{SERVICE}}}:x") is None
+
+
+@needs_redis
+def test_what_was_cut_off_at_the_end_costs_only_that(server: Server) -> None:
+    server.client().set(f"minisgl:{{{SERVICE}}}:x", 1)
+    server.client().set(f"minisgl:{{{SERVICE}}}:y", "y" * 1000)
+    (file,) = server.data.rglob("*.incr.aof")
+    wait_until(lambda: file.stat().st_size > 1000, 10, server.tail)
+    server.kill()
+    with file.open("r+b") as cut:
+        cut.truncate(file.stat().st_size - 100)
+    server.start()
+    server.wait()
+    assert server.client().get(f"minisgl:{{{SERVICE}}}:x") == b"1"
+
+
+@needs_redis
 def test_one_that_nobody_needs_leaves_at_once(server: Server) -> None:
     publish(server, "rank", "idle", draining=False)
     assert server.exec(server.container["lifecycle"]["preStop"]).wait(60) == 0
