@@ -93,6 +93,7 @@ class Reader:
         self._clock = clock
         self._seen: dict[tuple[str, str], _Seen] = {}
         self._last_read: float | None = None
+        self._readable_since = 0.0
         self._started = clock()
         self._ever = False
         self._failures = 0
@@ -105,6 +106,7 @@ class Reader:
         if before is not None:
             self._bus, self._seen, self._ever = before._bus, before._seen, before._ever
             self._last_read, self._started = before._last_read, before._started
+            self._readable_since = before._readable_since
         self._client = _client(address)
         self._task = asyncio.create_task(self._run(), name=f"bus {address.service}")
 
@@ -124,6 +126,7 @@ class Reader:
             return replace(self._bus, unread=now - since)
         return replace(
             self._bus,
+            readable=(self._last_read or now) - self._readable_since,
             workers=tuple(replace(w, silent=self._silence(w, now)) for w in self._bus.workers),
         )
 
@@ -137,14 +140,14 @@ class Reader:
             before = _shape(self._bus)
             try:
                 async with asyncio.timeout(3 * ANSWER_SECONDS):
-                    states, meetings, full = await self._read()
+                    states, meetings, refuses = await self._read()
             except (RedisError, OSError, TimeoutError) as error:
                 self.fail(error)
             except Exception as error:  # a reader that ended would show its last reading for ever
                 log.exception("the bus of %s could not be read", self.address.service)
                 self.fail(error)
             else:
-                self.take(states, meetings, full)
+                self.take(states, meetings, refuses)
             if _shape(self._bus) != before:
                 self._changed()
             await asyncio.sleep(READ_SECONDS)
@@ -172,11 +175,18 @@ class Reader:
             return
         self._said_at = now
 
-    def take(self, states: list[WorkerState], meetings: Mapping[str, Meeting], full: bool) -> None:
-        """One reading: moves the silences of workers on."""
+    def take(
+        self, states: list[WorkerState], meetings: Mapping[str, Meeting], refuses: str = ""
+    ) -> None:
+        """One reading: moves the silences of workers on. `refuses`: why Redis takes no writes."""
         now = self._clock()
         if self._last_read is None or now - self._last_read > PAUSE_SECONDS:
             self._seen.clear()
+            self._readable_since = now
+        if refuses:  # nobody can say that he lives
+            self._readable_since = now
+            for seen in self._seen.values():
+                seen.since = now
         self._last_read, self._ever, self._failures = now, True, 0
         for state in states:
             key = (state.role, state.id)
@@ -188,13 +198,13 @@ class Reader:
             del self._seen[gone]
         workers = tuple(_worker(seen.state) for _, seen in sorted(self._seen.items()))
         self._bus = Bus(
-            "full" if full else "ok",
-            "Redis has reached its maxmemory and refuses writes" if full else "",
+            "full" if refuses else "ok",
+            refuses,
             workers=workers,
             meetings=dict(meetings),
         )
 
-    async def _read(self) -> tuple[list[WorkerState], dict[str, Meeting], bool]:
+    async def _read(self) -> tuple[list[WorkerState], dict[str, Meeting], str]:
         prefix = f"minisgl:{{{self.address.service}}}:"
         keys: list[bytes] = []
         pattern = _glob(prefix) + "*"
@@ -213,19 +223,20 @@ class Reader:
             held = await _hash(self._client, f"{prefix}rdzv:{group}")
             if held.get("incarnation"):
                 meetings[group] = Meeting(held["incarnation"], held.get("phase") == "formed")
-        return states, meetings, await self._is_full()
+        return states, meetings, await self._refuses()
 
-    async def _is_full(self) -> bool:
-        """A managed Redis tells; an external one is its owner's business and may forbid INFO."""
+    async def _refuses(self) -> str:
+        """Why it takes no writes; empty if it does. A managed Redis tells; an external one is its
+        owner's business and may forbid INFO."""
         if not self.address.managed:
-            return False
-        memory: dict[str, Any] = await self._client.info("memory")
-        most = int(memory.get("maxmemory", 0))
-        return (
-            0
-            < most
-            <= int(memory.get("used_memory", 0)) - int(memory.get("mem_not_counted_for_evict", 0))
-        )
+            return ""
+        told: dict[str, Any] = await self._client.info("memory", "persistence")
+        if told.get("aof_last_write_status", "ok") != "ok":
+            return "Redis cannot write its append-only file, as on a full disk, and refuses writes"
+        most = int(told.get("maxmemory", 0))
+        used = int(told.get("used_memory", 0)) - int(told.get("mem_not_counted_for_evict", 0))
+        full = 0 < most <= used
+        return "Redis has reached its maxmemory and refuses writes" if full else ""
 
 
 def _client(address: Address) -> "redis.Redis":

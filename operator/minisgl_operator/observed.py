@@ -91,6 +91,8 @@ class Bus:
     message: str = ""
     unread: float = 0.0
     """Seconds since the bus could be read last."""
+    readable: float = 0.0
+    """Seconds for which it has been read, and taken writes, without a pause."""
     workers: tuple[Worker, ...] = ()
     meetings: Mapping[str, Meeting] = field(default_factory=dict)
     """By group, such as g0-3."""

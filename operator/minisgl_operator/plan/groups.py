@@ -203,6 +203,22 @@ class Survey:
         here = {pod.name for pod in life.pods}
         return not any(w.draining or w.silent >= limit for w in self.ranks(life) if w.pod in here)
 
+    def unheard(self, pod: Pod) -> bool:
+        """Whether the bus could be read, and the pod was ready, for long enough to hear it, and
+        nobody in it was heard: it may not find its way to Redis, or not know its password."""
+        bus = self.observed.bus
+        limit = self.observed.obj.spec.failure_policy.heartbeat_timeout_seconds
+        if bus.state != "ok" or bus.readable < limit or not pod.serves:
+            return False
+        if self.observed.wall - (pod.ready_since or self.observed.wall) < limit:
+            return False
+        return not any(w.pod == pod.name and w.silent < limit for w in bus.workers)
+
+    def answers(self, life: Life) -> bool:
+        """Whether it `serves`, and is heard as well: what the status calls serving. Whether it is
+        to be replaced is no matter of what an operator does not hear."""
+        return self.serves(life) and not any(self.unheard(pod) for pod in life.pods)
+
     def silent_since(self, life: Life) -> float | None:
         """Since when a life that could serve does not, at the latest; None if it cannot yet."""
         if not life.running or all(pod.serves for pod in life.pods):
@@ -244,7 +260,7 @@ class Survey:
         life = self.current.get(index)
         if life is None:
             return "Draining"
-        if self.serves(life):
+        if self.answers(life):
             return "Ready"
         if life.memory.failed:
             return "Failed"

@@ -93,7 +93,7 @@ def _unheard(
     if redis_pod_silent(bus, held, SILENT_SECONDS):
         return True
     heard = [worker for pod in held for worker in workers.get(pod.name, ())]
-    if bus.state in ("ok", "full") and heard:
+    if bus.state == "ok" and heard:
         return all(worker.silent >= SILENT_SECONDS for worker in heard)
     # Nobody there has ever spoken, or nobody can be heard: the Lease alone counts. A bus that
     # could be read a moment ago may come back and show that the ranks live.

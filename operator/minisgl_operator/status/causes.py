@@ -8,8 +8,8 @@ from minisgl_operator import names
 from minisgl_operator.drift import reason_of
 from minisgl_operator.observed import Key, Manifest, Refusal
 from minisgl_operator.plan.failure import first_line
-from minisgl_operator.plan.groups import Survey
-from minisgl_operator.plan.pods import DOWNLOAD, STUCK_SECONDS, Pod, keepers
+from minisgl_operator.plan.groups import Life, Survey
+from minisgl_operator.plan.pods import DOWNLOAD, RANK, STUCK_SECONDS, Pod, keepers
 from minisgl_operator.times import seconds
 
 _PULL = (
@@ -75,6 +75,16 @@ def unscheduled(survey: Survey, pod: Pod) -> str:
     if not condition and scheduler:
         why = f"scheduler {scheduler} has not looked at it"
     return f"pod {pod.name} has no node: {said or why}"
+
+
+def unready_beside(life: Life) -> str:
+    """Which container beside the ranks keeps a pod from being ready; empty if none does."""
+    for pod in life.pods:
+        for status in pod.containers():
+            runs = "running" in (status.get("state") or {})
+            if status.get("name") != RANK and runs and not status.get("ready"):
+                return f"container {status.get('name')} of pod {pod.name} is not ready"
+    return ""
 
 
 def download_trouble(pod: Pod) -> Trouble | None:
@@ -267,11 +277,12 @@ def _containers(pod: Pod, defaults: Collection[str]) -> Iterator[Trouble]:
         elif reason == "CrashLoopBackOff":
             ended = (status.get("lastState") or {}).get("terminated") or {}
             line = first_line(str(ended.get("message") or ""))
-            code = ended.get("exitCode")
+            code, why = ended.get("exitCode"), ended.get("reason") or "Error"
             yield Trouble(
                 "BackOff",
                 f"pod {pod.name}, container {status.get('name')} ends again and again"
                 + (f" with code {code}" if code is not None else "")
+                + (f" ({why})" if why not in ("Error", "Completed") else "")
                 + (f": {line}" if line else ""),
             )
 
@@ -290,5 +301,10 @@ def _groups(survey: Survey) -> Iterator[Trouble]:
         elif phase == "Restarting":
             if failure is not None and failure.reason == "NodeLost":
                 yield Trouble("NodeLost", f"group {index} starts again elsewhere{said}")
+            elif any(survey.unheard(pod) for pod in life.pods):
+                text = f"the pods of group {index} are ready, but its ranks are not heard in Redis"
+                yield Trouble("BackOff", text)
             else:
+                beside = unready_beside(life)
+                said += f": {beside}" if beside and not failure else ""
                 yield Trouble("BackOff", f"group {index} starts again{said}")

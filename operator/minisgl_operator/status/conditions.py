@@ -17,6 +17,7 @@ from minisgl_operator.status.causes import (
     download_trouble,
     downloading,
     troubles,
+    unready_beside,
     unscheduled,
 )
 from minisgl_operator.times import rfc3339, seconds
@@ -106,7 +107,7 @@ def settled(survey: Survey) -> bool:
     wanted = survey.observed.obj.group_indices_wanted
     lives = survey.current.values()
     if len(lives) != wanted or not all(
-        life.revision == survey.desired.revision and survey.serves(life) for life in lives
+        life.revision == survey.desired.revision and survey.answers(life) for life in lives
     ):
         return False
     return not any(survey.blocked(index) for index in survey.groups)
@@ -131,7 +132,7 @@ def _ready(
         return no("Suspended", "spec.suspend is true: no pod runs")
     if spec.replicas == 0:
         return no("ScaledToZero", "spec.replicas is 0: the gateway answers 503 with Retry-After")
-    serving = [i for i, life in survey.current.items() if survey.serves(life)]
+    serving = [i for i, life in survey.current.items() if survey.answers(life)]
     updated = [i for i in serving if survey.current[i].revision == survey.desired.revision]
     if not serving and model is not None and model.status == "False":
         return no("ModelDownloading", model.message)
@@ -172,7 +173,7 @@ def _progressing(survey: Survey, found: list[Trouble]) -> Condition:
     if settled(survey):
         text = f"all {wanted} groups serve revision {survey.desired.revision}"
         return Condition("Progressing", "False", "RolloutComplete", text)
-    serving = sum(survey.serves(life) for life in lives)
+    serving = sum(survey.answers(life) for life in lives)
     stalled = [life for life in lives if _stalled(survey, life)]
     phases = {survey.phase(life.index) for life in lives}
     if stalled and not phases & {"Starting", "Restarting", "Draining"}:
@@ -231,6 +232,10 @@ def _waits(survey: Survey) -> str:
                 return f": {said}"
         if len(life.pods) < life.size:
             return f": group {index} has {len(life.pods)} of {life.size} pods"
+        if all(pod.serves for pod in life.pods):
+            return f": the pods of group {index} are ready, but its ranks are not heard in Redis"
+        if said := unready_beside(life):
+            return f": {said}"
         return f": group {index} loads the model"
     if not survey.desired.model_ready:
         return ": the model is not there yet"
@@ -276,7 +281,7 @@ def _redis(survey: Survey) -> Condition:
         text = f"{what} cannot be reached from the operator; the workers may well{said}"
         return Condition("RedisReady", "Unknown", "NotObservable", text)
     reason, text = {
-        "full": ("Full", f"{what} is full"),
+        "full": ("Full", f"{what} takes no writes"),
         "auth-failed": ("AuthFailed", f"{what} refuses the password"),
         "unreachable": ("Unreachable", f"{what} does not answer"),
     }.get(bus.state, ("Starting", f"{what} has not been heard yet"))
@@ -287,14 +292,14 @@ def _redis(survey: Survey) -> Condition:
 
 def _ranks(survey: Survey) -> Condition:
     wanted = survey.observed.obj.group_indices_wanted
-    serving = sum(survey.serves(life) for life in survey.current.values())
+    serving = sum(survey.answers(life) for life in survey.current.values())
     text = f"{serving} of {wanted} groups serve"
     if serving >= wanted:
         return Condition("RanksReady", "True", "PodsReady", text)
     phases = ", ".join(
         f"{index}: {survey.phase(index)}"
         for index, life in list(survey.current.items())
-        if not survey.serves(life)
+        if not survey.answers(life)
     )
     return Condition(
         "RanksReady", "False", "PodsNotReady", f"{text}; {phases[:500]}" if phases else text
@@ -310,12 +315,15 @@ _DEPLOYMENTS = {
 
 
 def _deployment(survey: Survey, role: str) -> tuple[str, int, int]:
-    """Name, ready pods and wanted pods of a role. Pods of a lost node are not ready."""
+    """Name, ready pods and wanted pods of a role. Pods of a lost node are not ready, nor are those
+    that do not speak on the bus."""
     key = Key("Deployment", f"{survey.observed.obj.name}-{role}")
     live = survey.observed.live.get(key)
     wanted = ((live or {}).get("spec") or {}).get("replicas", 1)
-    here = [pod for pod in survey.pods if pod.role == role]
-    return key.name, sum(pod.serves and pod.node not in survey.lost for pod in here), wanted
+    here = [pod for pod in survey.pods if pod.role == role and pod.node not in survey.lost]
+    silent = role != "redis"
+    ready = sum(pod.serves and not (silent and survey.unheard(pod)) for pod in here)
+    return key.name, ready, wanted
 
 
 def _some_ready(survey: Survey, kind: str) -> bool:
@@ -326,6 +334,8 @@ def _role(survey: Survey, role: str) -> Condition:
     kind = {value: key for key, value in _DEPLOYMENTS.items()}[role]
     name, ready, wanted = _deployment(survey, role)
     text = f"Deployment {name}: {ready} of {wanted} pods are ready"
+    if unheard := [pod.name for pod in survey.pods if pod.role == role and survey.unheard(pod)]:
+        text += f" and heard of in Redis; not heard of: {', '.join(unheard[:4])}"
     if ready >= wanted and (ready > 0 or survey.observed.obj.spec.suspend):
         return Condition(kind, "True", "PodsReady", text)
     return Condition(kind, "False", "PodsNotReady", text)

@@ -5,7 +5,7 @@ import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -92,23 +92,23 @@ async def test_a_worker_is_silent_while_its_beat_stands_still() -> None:
     async with reading(free_port(), clock=clock) as reader:
         for second in range(0, 20, 2):
             clock.now = 1000.0 + second
-            reader.take([rank0(beat=min(second, 4))], {}, full=False)
+            reader.take([rank0(beat=min(second, 4))], {})
         assert [w.silent for w in reader.bus.workers] == [14.0]
         clock.now += 1.0  # not read yet
         assert [w.silent for w in reader.bus.workers] == [14.0]
         clock.now += 1.0
-        reader.take([rank0(beat=4, boot=6)], {}, full=False)
+        reader.take([rank0(beat=4, boot=6)], {})
         assert [w.silent for w in reader.bus.workers] == [0.0]
 
 
 async def test_a_worker_whose_key_expired_stays_silent_until_it_is_forgotten() -> None:
     clock = Clock()
     async with reading(free_port(), clock=clock) as reader:
-        reader.take([rank0()], {}, full=False)
+        reader.take([rank0()], {})
         silences = []
         while clock.now < 1000.0 + FORGET_SECONDS + 10.0:
             clock.now += 5.0
-            reader.take([], {}, full=False)
+            reader.take([], {})
             silences += [w.silent for w in reader.bus.workers]
         assert silences == [5.0 * n for n in range(1, int(FORGET_SECONDS) // 5 + 1)]
 
@@ -118,10 +118,38 @@ async def test_silences_start_from_zero_after_a_time_without_readings() -> None:
     async with reading(free_port(), clock=clock) as reader:
         for at in (1000.0, 1004.0):
             clock.now = at
-            reader.take([rank0()], {}, full=False)
+            reader.take([rank0()], {})
         clock.now = 1100.0
-        reader.take([rank0()], {}, full=False)
+        reader.take([rank0()], {})
         assert [w.silent for w in reader.bus.workers] == [0.0]
+
+
+async def test_a_redis_that_takes_no_writes_makes_nobody_silent() -> None:
+    clock = Clock()
+    async with reading(free_port(), clock=clock) as reader:
+        for second in range(0, 60, 2):
+            clock.now = 1000.0 + second
+            reader.take([rank0()], {}, "its disk is full" if second > 3 else "")
+        assert (reader.bus.state, reader.bus.message) == ("full", "its disk is full")
+        clock.now += 2.0
+        reader.take([rank0()], {})
+        assert reader.bus.state == "ok" and reader.bus.readable == 2.0
+        assert [w.silent for w in reader.bus.workers] == [2.0]
+
+
+@pytest.mark.redis
+async def test_a_redis_that_cannot_write_its_file_is_full(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with reading(server.port, server.password) as reader:
+        assert (await until(reader, "ok")).message == ""
+        ask = reader._client.info
+
+        async def info(*sections: str) -> dict[str, Any]:
+            return {**await ask(*sections), "aof_last_write_status": "err"}
+
+        monkeypatch.setattr(reader._client, "info", info)
+        assert "append-only file" in (await until(reader, "full")).message
 
 
 async def test_a_reading_that_fails_in_an_unknown_way_is_told_and_not_the_last() -> None:
@@ -201,27 +229,27 @@ async def test_a_bus_that_was_well_is_called_so_until_it_is_unread_for_five_seco
     case: str,
 ) -> None:
     async with failing() as lines:
-        lines.reader.take([rank0()], {}, full=False)
+        lines.reader.take([rank0()], {})
         states = [state for state, _ in lines.after(*[DOUBTFUL[case]] * 4)]
         assert states == ["ok", "ok", "unreachable", "unreachable"]
         assert lines.reader.bus.unread == 8.0
-        lines.reader.take([rank0(beat=2)], {}, full=False)
+        lines.reader.take([rank0(beat=2)], {})
         # However long that took, it is one.
         assert lines.after(SLOW, every=9.0) == [("ok", "")]
 
 
 async def test_a_bus_that_closes_the_door_is_told_at_once() -> None:
     async with failing() as lines:
-        lines.reader.take([rank0()], {}, full=False)
+        lines.reader.take([rank0()], {})
         assert lines.after(CLOSED) == [("unreachable", str(CLOSED))]
 
 
 async def test_another_password_is_no_reason_to_begin_anew() -> None:
     clock = Clock()
     async with reading(free_port(), "old", clock=clock) as first:
-        first.take([rank0()], {}, full=False)
+        first.take([rank0()], {})
         clock.now += 2.0
-        first.take([rank0()], {}, full=False)
+        first.take([rank0()], {})
         address = replace(first.address, password="new")
         assert address.same_place(first.address)
         assert not replace(address, host="other").same_place(first.address)

@@ -64,6 +64,12 @@ CASES = {
     "nobody there has ever been heard, the Lease is 40 s old": (
         Node("n1", True, 41.0), Bus("ok"), True,
     ),
+    "Redis takes no writes, so nobody is heard: the Lease alone": (
+        Node("n1", True, 41.0), Bus("full", workers=(worker("p0", 0.0),)), True,
+    ),
+    "Redis takes no writes, the Lease is 39 s old": (
+        Node("n1", True, 39.0), Bus("full", workers=(worker("p0", 0.0),)), False,
+    ),
     "no Lease was seen, and the bus cannot be read": (Node("n1", False, None), UNREADABLE, False),
 }  # fmt: skip
 

@@ -484,6 +484,37 @@ def test_a_rank_that_is_silent_for_the_heartbeat_timeout_does_not_serve() -> Non
     assert found["readyReplicas"] == 0 and found["groups"][0]["readyRanks"] == 1
 
 
+def test_who_is_ready_and_not_heard_on_a_bus_that_is_read_does_not_serve() -> None:
+    """As after a change of the password, until the kubelets have brought it to the pods."""
+    made = world(replicas=2)
+    made.run(60)
+    workers = made.observe().bus.workers
+    for role, kind in (
+        ("rank", "RanksReady"), ("gateway", "GatewayReady"), ("tokenizer", "TokenizersReady"),
+    ):  # fmt: skip
+        heard = tuple(w for w in workers if w.role != role)
+        early = told(made, bus=Bus("ok", readable=5.0, workers=heard))
+        assert conditions(early)["Ready"] == ("True", "Serving")
+        found = told(made, bus=Bus("ok", readable=60.0, workers=heard))
+        assert conditions(found)[kind] == ("False", "PodsNotReady")
+        assert conditions(found)["Ready"][0] == "False"
+        assert "heard" in message(found, kind) or "heard" in message(found, "Ready")
+    bus = replace(made.observe().bus, readable=60.0)
+    assert told(made, bus=bus) == told(made)
+
+
+def test_a_container_beside_the_ranks_that_is_not_ready_is_named() -> None:
+    made = world()
+    (pod,) = made.rank_pods()
+    set_condition(pod, "Ready", False, made.wall)
+    pod["status"]["containerStatuses"] = [
+        {"name": "rank", "ready": True, "state": {"running": {}}},
+        {"name": "proxy", "ready": False, "state": {"running": {}}},
+    ]
+    name = pod["metadata"]["name"]
+    assert f"container proxy of pod {name} is not ready" in message(told(made), "Ready")
+
+
 def _documented() -> dict[str, set[str]]:
     """The reasons by type, as the description of `status.conditions` lists them."""
     schema = yaml.safe_load(CRD.read_text())["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
