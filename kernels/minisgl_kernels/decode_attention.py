@@ -20,8 +20,6 @@ WARPS_PER_SM = 8
 BALANCE = 28
 """How many parts of a request take as long to combine as one tile to compute, times queries."""
 _WARPS = 4
-_BESIDE_WARPS = WARPS_PER_SM
-"""With all of an SM in one block, blocks cannot spread over SMs that they should leave alone."""
 _FLAGS = ("-maxrregcount=208",)
 """Leaves room on an SM for the end of the kernel before, of whose time ours makes use."""
 _STAGES = {64: 6, 128: 3}
@@ -32,9 +30,7 @@ _MAX_BATCH = 12_000
 Int32s = npt.NDArray[np.int32]
 
 
-def _macros(
-    dtype: torch.dtype, head_dim: int, group: int, beside: bool = False, fused: int = 0
-) -> dict[str, str | int]:
+def _macros(dtype: torch.dtype, head_dim: int, group: int, fused: int = 0) -> dict[str, str | int]:
     if dtype not in (torch.bfloat16, torch.float16):
         raise KernelUnavailable(f"decode attention has no kernel for {dtype}")
     if head_dim not in _STAGES:
@@ -43,8 +39,7 @@ def _macros(
         raise KernelUnavailable(f"decode attention has no kernel for {group} queries a KV head")
     return {
         "T": cuda_type(dtype), "HEAD_DIM": head_dim, "GROUP": group, "STAGES": _STAGES[head_dim],
-        "WARPS": _BESIDE_WARPS if beside else _WARPS, "LAUNCH_NEXT": int(not beside),
-        "FUSED": fused,
+        "WARPS": _WARPS, "FUSED": fused,
     }  # fmt: skip
 
 
@@ -61,20 +56,17 @@ class DecodeAttention:
     def __init__(
         self, *, max_batch: int, num_qo_heads: int, num_kv_heads: int, head_dim: int,
         dtype: torch.dtype, device: torch.device, sm_count: int | None = None,
-        left: int = 0, balance: int = BALANCE,
+        balance: int = BALANCE,
     ) -> None:  # fmt: skip
-        """Compiles the kernel. Raises `KernelUnavailable` for a shape that it does not know.
-
-        With `left`, other kernels run at the same time, on so many SMs that this one leaves alone.
-        """
+        """Compiles the kernel. Raises `KernelUnavailable` for a shape that it does not know."""
         group = num_qo_heads // num_kv_heads
-        signature = (dtype, head_dim, group, left > 0)
+        signature = (dtype, head_dim, group)
         _macros(*signature)
         if max_batch > _MAX_BATCH:
             raise KernelUnavailable(f"decode attention takes up to {_MAX_BATCH} requests")
         if sm_count is None:
             sm_count = torch.cuda.get_device_properties(device).multi_processor_count
-        chunks = max_chunks(max(1, sm_count - left), num_kv_heads)
+        chunks = max_chunks(sm_count, num_kv_heads)
         self._plan, self._attention = _plan[signature], _attention[signature]
         self._signature, self._kv_heads = signature, num_kv_heads
         self._scale, self._balance = head_dim**-0.5, balance
@@ -94,15 +86,14 @@ class DecodeAttention:
 
     def attention(
         self, q: torch.Tensor, k_slots: torch.Tensor, v_slots: torch.Tensor,
-        page_table: torch.Tensor, out: torch.Tensor | None = None,
+        page_table: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         """Attention of q [B, num_qo_heads, head_dim], contiguous, as it was planned.
 
         k_slots and v_slots are [slots, num_kv_heads, head_dim], contiguous; page_table
-        [rows, columns] int32 holds the slot of each token. The result, as q, goes to `out` if it is
-        given.
+        [rows, columns] int32 holds the slot of each token.
         """
-        out = torch.empty_like(q) if out is None else out
+        out = torch.empty_like(q)
         self._attention(
             q, out, k_slots, v_slots, page_table, self.chunks, self.requests, self._partial,
             self._stats, self._arrived, self._scale,

@@ -1,17 +1,14 @@
 """Times of variants of the decode kernel, and of prefill by backend and page size.
 
-python -m tests.gpu.decode_speed [decode] [beside] [prefill]
+python -m tests.gpu.decode_speed [decode] [prefill]
 """
 
-import functools
 import sys
-from collections.abc import Iterable
 
 import numpy as np
 import torch
 
 from minisgl.attention.base import AttentionContext, ForwardBatch
-from minisgl.attention.mini_backend import MiniBackend
 from minisgl.attention.registry import device_capability, make_backend
 from minisgl.bench.attention import Heads, Slots, _elapsed, best_seconds, captured_step, ragged
 from minisgl_kernels import decode_attention
@@ -24,30 +21,24 @@ BATCHES = (
 VARIANTS: tuple[dict[str, int], ...] = (
     {}, {"balance": 14}, {"balance": 56}, {"warps": 1}, {"warps": 2},
 )  # fmt: skip
-BESIDE: tuple[dict[str, int], ...] = tuple({"left": n} for n in (0, 1, 16, 32, 48, 64, 80))
-"""SMs that attention leaves to kernels beside it."""
 PROMPTS = ((1, 128, 0), (1, 8000, 0), (8, 1000, 0), (4, 2000, 6000))
 """Requests, new tokens, and cached tokens of each."""
 PREFILLS = (("fa", 1), ("fa", 64), ("fa", 128), ("fa", 256), ("fi", 16), ("fi", 64))
 
 
-def decode(
-    buffer: torch.Tensor, variants: Iterable[dict[str, int]] = VARIANTS,
-    batches: tuple[tuple[int, int], ...] = BATCHES,
-) -> None:  # fmt: skip
+def decode(buffer: torch.Tensor) -> None:
     """A line a variant: microseconds and TB/s of a layer for each batch."""
-    usual, make = decode_attention._WARPS, MiniBackend._kernel
+    usual = decode_attention._WARPS
     options = decode_attention.DecodeAttention.__init__.__kwdefaults__ or {}
     for heads in MODELS:
-        print(heads, batches)
-        for variant in variants:
+        print(heads, BATCHES)
+        for variant in VARIANTS:
             decode_attention._WARPS = variant.get("warps", usual)
-            MiniBackend._kernel = functools.partialmethod(make, variant.get("left", 0))  # type: ignore[method-assign, assignment]
             options["balance"] = variant.get("balance", decode_attention.BALANCE)
             for family in (decode_attention._plan, decode_attention._attention):
                 family._made.clear()
             figures = []
-            for batch, tokens in batches:
+            for batch, tokens in BATCHES:
                 lens = ragged(batch, -tokens) if tokens < 0 else np.full(batch, tokens, np.int32)
                 read = int(lens.sum()) * 4 * heads.kv * heads.dim
                 layers = min(64, max(2, -(-(2**30) // read)))
@@ -55,12 +46,7 @@ def decode(
                 seconds = best_seconds([step.replay], 3)[0] / layers
                 figures.append(f"{seconds * 1e6:.1f}us/{read / seconds / 1e12:.2f}")
             print(variant, *figures, flush=True)
-    decode_attention._WARPS, MiniBackend._kernel = usual, make  # type: ignore[method-assign]
-
-
-def beside(buffer: torch.Tensor) -> None:
-    """The same of large batches with fewer SMs."""
-    decode(buffer, BESIDE, BATCHES[-3:])
+    decode_attention._WARPS = usual
 
 
 def prefill(buffer: torch.Tensor) -> None:
@@ -117,7 +103,7 @@ def main(names: list[str]) -> None:
         buffer[start : start + 2**29].normal_()
     with torch.inference_mode():
         for name in names or ("decode", "prefill"):
-            {"decode": decode, "beside": beside, "prefill": prefill}[name](buffer)
+            {"decode": decode, "prefill": prefill}[name](buffer)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Errors are ||out - exact|| / ||exact|| of one request: bf16 results and probabil
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,9 +46,8 @@ def _compiled() -> None:
     """All variants of the kernel of our own at the same time."""
     halves = torch.bfloat16
     shapes = [(halves, 128, g) for g in (2, 5, 8)] + [(halves, 64, g) for g in (2, 3, 4, 8)]
-    variants = [(*shape, False) for shape in (*shapes, (torch.float16, 128, 2))]
-    variants += [(halves, 128, 2, True)]
-    variants += [(halves, *s, False, n) for s in ((128, 2), (128, 5), (64, 3)) for n in (1, 2)]
+    variants: list[tuple[Any, ...]] = [*shapes, (torch.float16, 128, 2)]
+    variants += [(halves, *shape, n) for shape in ((128, 2), (128, 5), (64, 3)) for n in (1, 2)]
     prepare((_attention, variant) for variant in variants)
 
 
@@ -378,37 +378,6 @@ def test_attention_of_the_qkv_product_is_rope_and_store_and_attention(
     torch.testing.assert_close(mine[0], k[slots.long()], rtol=2**-7, atol=1e-4)
     assert torch.equal(mine[1], v[slots.long()])
     case.assert_right(out, q, step)
-
-
-def test_two_halves_attend_at_the_same_time() -> None:
-    """On two streams, each with a plan of its own, and SMs left alone by both."""
-    case = Case(16, 8, 128, 64, batch=64)
-    step = case.step(lengths(case, 64) - 1, np.ones(64, np.int64))
-    q, streams = case.queries(64), [torch.cuda.Stream() for _ in range(2)]
-    assert step.device_lens_dev is not None
-    halves = [
-        (
-            DecodeAttention(
-                max_batch=64, num_qo_heads=16, num_kv_heads=8, head_dim=128, dtype=q.dtype,
-                device=DEVICE, left=32,
-            ),
-            part,
-        )
-        for part in (slice(0, 40), slice(40, 64))
-    ]  # fmt: skip
-    results: list[list[torch.Tensor]] = [[], []]
-    torch.cuda.synchronize()
-    for _ in range(20):
-        for (kernel, part), stream, found in zip(halves, streams, results, strict=True):
-            with torch.cuda.stream(stream):
-                kernel.plan(step.device_lens_dev[part], step.rows[part])
-                found.append(
-                    kernel.attention(q[part], case.pool.k(1), case.pool.v(1), case.page_table)
-                )
-    torch.cuda.synchronize()
-    case.assert_right(torch.cat((results[0][0], results[1][0])), q, step)
-    for found in results:
-        assert all(torch.equal(found[0], other) for other in found[1:])
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])

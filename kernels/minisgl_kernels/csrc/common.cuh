@@ -75,7 +75,7 @@ struct Args {
 
 // Launch, if the grid is not empty. With PDL the kernel may start while the one before ends, so
 // each kernel calls `wait_for_previous` before it touches memory that another kernel writes.
-template <int EARLY = PDL, class... P, class... A>
+template <class... P, class... A>
 int launch(void (*kernel)(P...), int64_t blocks, int threads, size_t shared, cudaStream_t stream,
            A... arguments) {
   if (blocks == 0) return 0;
@@ -88,7 +88,7 @@ int launch(void (*kernel)(P...), int64_t blocks, int threads, size_t shared, cud
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &attribute;
-  config.numAttrs = EARLY;
+  config.numAttrs = PDL;
   return check(cudaLaunchKernelEx(&config, kernel, static_cast<P>(arguments)...));
 }
 

@@ -418,8 +418,7 @@ __global__ void attention(const __grid_constant__ Inputs in) {
   };
   if (FUSED) load_angles();  // no kernel writes these, either
   if (!waited) wait_for_previous();
-  // The next kernel would wait on SMs that are left to kernels of another stream.
-  if (LAUNCH_NEXT) launch_next();
+  launch_next();
 
   const auto begin_request = [&]() {
     const int g = lane / 4;
@@ -640,5 +639,5 @@ EXPORT(decode_attention) {
     in.eps = args.number(13);
     in.cos_sin = args.data<const float>(14);
   }
-  return launch<LAUNCH_NEXT * PDL>(attention, blocks, 32 * WARPS, kShared, args.stream(), in);
+  return launch(attention, blocks, 32 * WARPS, kShared, args.stream(), in);
 }

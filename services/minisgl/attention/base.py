@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from minisgl.attention.halves import Halves
 from minisgl.config import UsageError
 
 if TYPE_CHECKING:
@@ -95,9 +94,6 @@ class ForwardBatch:
     """[B] int32 on the device: `device_lens` again. None on a CPU."""
     cu_seqlens_q: torch.Tensor | None = None
     """[B + 1] int32 on the device: where each request's new tokens start, and T. None on a CPU."""
-    halves: Halves | None = None
-    """Of a captured decode step whose halves are computed beside each other; the backend gets them
-    one by one in `forward`, with metadata of their own."""
     metadata: Any = None
     """What the backend made for its `forward`."""
 
@@ -145,9 +141,6 @@ class AttentionBackend(ABC):
     captures_prefill: ClassVar[bool] = False
     """So can its prefill of few tokens, with the number of requests and of tokens fixed: requests
     may have no new token, and all lengths are on the device."""
-    splits: ClassVar[bool] = False
-    """`forward` of both halves of a captured decode step may run at the same time, once
-    `capture_metadata` has filled the metadata of each (`ForwardBatch.halves`)."""
     fuses: int = 0
     """Most tokens of a decode step that `forward_qkv` is faster for than what it stands for."""
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (*HALVES, torch.float32)

@@ -49,7 +49,7 @@ class HybridBackend(AttentionBackend):
         # Those of a pair are not those of the class.
         self.captures = decode.captures  # type: ignore[misc]
         self.captures_prefill = prefill.captures_prefill  # type: ignore[misc]
-        self.splits, self.fuses = decode.splits, decode.fuses  # type: ignore[misc]
+        self.fuses = decode.fuses
 
     def prepare_metadata(self, batch: ForwardBatch) -> None:
         self._of(batch).prepare_metadata(batch)

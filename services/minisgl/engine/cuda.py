@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from minisgl.attention.base import PROMPT_REQUESTS, ForwardBatch
-from minisgl.attention.halves import Halves
 from minisgl.engine import sampling_table as table_
 from minisgl.engine.graph_sizes import size_for
 from minisgl.engine.logprobs import Logprobs
@@ -83,14 +82,11 @@ class CudaRunner:
         max_requests: int,
         max_tokens: int,
         check: Callable[[], None],
-        halves_from: int = 0,
     ) -> None:
         """A step has at most `max_requests` requests and `max_tokens` new tokens. `check` raises
-        if a peer is lost. Decode graphs of `halves_from` requests or more are computed in halves;
-        0: none is. Memory is taken on the current stream, which must be `stream`."""
+        if a peer is lost. Memory is taken on the current stream, which must be `stream`."""
         self.parts = parts
-        self._stream, self._halves_from = stream, halves_from
-        self._beside = torch.cuda.Stream() if halves_from else None  # type: ignore[no-untyped-call]
+        self._stream = stream
         self._vocab_size, self._dtype = vocab_size, dtype
         self._device = parts.tables.pages.device
         fields = request_fields(max_requests) + token_fields(max_requests, max_tokens)
@@ -208,9 +204,9 @@ class CudaRunner:
         self._stage(step, graph.layout, tokens=not graph.batch.is_decode, limits=limits)
         batch = graph.batch
         if batch.is_decode:
-            batch.device_lens[: len(step.rows)] = step.device_lens
-            batch.device_lens[len(step.rows) :] = 1
-            np.subtract(batch.device_lens, 1, out=batch.cached_lens)  # in place, for the halves
+            lens = np.ones(graph.requests, np.int32)
+            lens[: len(step.rows)] = step.device_lens
+            batch.cached_lens, batch.device_lens = lens - 1, lens
         else:
             batch.cached_lens, batch.device_lens = padded_lens(step, graph.requests, graph.tokens)
         self.parts.attention.replay_metadata(batch)
@@ -356,8 +352,6 @@ class CudaRunner:
             page_table=self.parts.tables.pages, cached_lens=ones - 1, device_lens=ones,
             last_indices=at["rows"], is_decode=True, device_lens_dev=at["lens"],
         )  # fmt: skip
-        if self._beside is not None and size >= max(2, self._halves_from):
-            batch.halves = Halves(batch, self._stream, self._beside)
         step = self.parts.tables.dummy_step(ones - 1, ones)
         return self._capture(
             layout, at, batch, step,

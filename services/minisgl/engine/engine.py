@@ -227,7 +227,6 @@ class Engine(StepEngine):
         runner = CudaRunner(
             parts, self._stream, vocab_size=self.vocab_size, dtype=self._dtype,
             max_requests=requests, max_tokens=tokens, check=comm.check,
-            halves_from=network.model.halves_from if attention.splits else 0,
         )  # fmt: skip
         self._runner = runner
         few, many = 1, min(64, self.max_seq_len, config.max_prefill_tokens)

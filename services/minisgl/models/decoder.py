@@ -7,11 +7,9 @@ from functools import cached_property, partial
 import torch
 
 from minisgl.attention.base import AttentionBackend, ForwardBatch, Turn
-from minisgl.attention.halves import least_requests
 from minisgl.distributed import Communicator
 from minisgl.kvcache.pool import KVPool
 from minisgl.layers.activation import silu_and_mul
-from minisgl.layers.ahead import Ahead
 from minisgl.layers.base import BaseOP, OPList
 from minisgl.layers.embedding import ParallelLMHead, TiedLMHead, VocabParallelEmbedding
 from minisgl.layers.linear import MergedColumnLinear, Part, RowParallelLinear
@@ -64,10 +62,10 @@ class Attention(BaseOP):
 
     def __init__(
         self, config: ModelConfig, layer: int, heads: HeadShard, dtype: torch.dtype,
-        comm: Communicator, rotary: RotaryEmbedding, ahead: Ahead,
+        comm: Communicator, rotary: RotaryEmbedding,
     ) -> None:  # fmt: skip
         dim, hidden = config.head_dim, config.hidden_size
-        self._layer, self._rotary, self._ahead = layer, rotary, ahead
+        self._layer, self._rotary = layer, rotary
         self._q, self._kv, self._dim = heads.q.local, heads.kv.local, dim
         q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
         q, kv = heads.q.scaled(dim), heads.kv.scaled(dim)
@@ -93,7 +91,6 @@ class Attention(BaseOP):
         pool: KVPool,
     ) -> torch.Tensor:  # fmt: skip
         """From the QKV product to what the O projection takes."""
-        self._ahead.fetch(self.o_proj.weight, 2)
         turn = None if rope.table is None else self._turn(rope.table)
         if turn is not None and batch.is_decode and len(qkv) <= attn.fuses:
             out = attn.forward_qkv(qkv, turn, self._layer, pool, batch)
@@ -135,18 +132,15 @@ class MLP(BaseOP):
 
     def __init__(
         self, hidden: int, width: int, shard: Shard, bias: bool, dtype: torch.dtype,
-        comm: Communicator, ahead: Ahead,
+        comm: Communicator,
     ) -> None:  # fmt: skip
-        self._ahead = ahead
         parts = (Part("gate_proj", width, shard), Part("up_proj", width, shard))
         self.gate_up_proj = MergedColumnLinear(hidden, parts, bias, dtype)
         self.down_proj = RowParallelLinear(width, shard, hidden, bias, dtype, comm)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x is [T, hidden]; so is the result."""
-        x = self.gate_up_proj.forward(x)
-        self._ahead.fetch(self.down_proj.weight)
-        return self.down_proj.forward(silu_and_mul(x))
+        return self.down_proj.forward(silu_and_mul(self.gate_up_proj.forward(x)))
 
 
 class DecoderLayer(BaseOP):
@@ -154,25 +148,21 @@ class DecoderLayer(BaseOP):
 
     def __init__(
         self, config: ModelConfig, layer: int, heads: HeadShard, dtype: torch.dtype,
-        comm: Communicator, rotary: RotaryEmbedding, ahead: Ahead,
+        comm: Communicator, rotary: RotaryEmbedding,
     ) -> None:  # fmt: skip
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self._ahead = ahead
         self.input_layernorm = RMSNorm(hidden, eps, dtype)
-        self.self_attn = Attention(config, layer, heads, dtype, comm, rotary, ahead)
+        self.self_attn = Attention(config, layer, heads, dtype, comm, rotary)
         self.post_attention_layernorm = RMSNorm(hidden, eps, dtype)
-        self.mlp = _mlp(config, layer, dtype, comm, ahead)
+        self.mlp = _mlp(config, layer, dtype, comm)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, batch: ForwardBatch,
         attn: AttentionBackend, pool: KVPool,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """x and residual are [T, hidden]: what was computed last and what it is to be added to."""
-        self._ahead.fetch(self.self_attn.qkv_proj.weight)
         x, residual = self.input_layernorm.forward_add(x, residual)
         x = self.self_attn.forward(x, rope, batch, attn, pool)
-        if isinstance(self.mlp, MLP):
-            self._ahead.fetch(self.mlp.gate_up_proj.weight)
         x, residual = self.post_attention_layernorm.forward_add(x, residual)
         return self.mlp.forward(x), residual
 
@@ -211,7 +201,7 @@ class DecoderLayer(BaseOP):
             return None
         then = norm if ways.gate_up == Way.WIDE else None
         ready = kernels.added(ways.o, h, heads, project, then)
-        x = kernels.normed(ways.gate_up, h, ready, norm, mlp.gate_up_proj, mlp.down_proj, silu=True)
+        x = kernels.normed(ways.gate_up, h, ready, norm, mlp.gate_up_proj, silu=True)
         if following is None:
             return kernels.added(ways.down, h, x, mlp.down_proj)
         then = following.input_layernorm if ways.qkv == Way.WIDE else None
@@ -226,7 +216,7 @@ class Decoder(BaseOP):
     ) -> None:
         heads = head_shard(config.num_heads, config.num_kv_heads, comm.rank, comm.size)
         rotary = RotaryEmbedding(config.rope, config.head_dim, device)
-        self._rotary, self._dtype, self._ahead = rotary, dtype, Ahead(device)
+        self._rotary, self._dtype = rotary, dtype
         self._rope_table: torch.Tensor | None = None
         if device.type == "cuda" and qk_rope_store_function() is not None:
             self._rope_table = rotary.table(config.max_model_len)
@@ -234,8 +224,7 @@ class Decoder(BaseOP):
             config.vocab_size, config.hidden_size, dtype, comm
         )
         self._layers = [
-            DecoderLayer(config, i, heads, dtype, comm, rotary, self._ahead)
-            for i in range(config.num_layers)
+            DecoderLayer(config, i, heads, dtype, comm, rotary) for i in range(config.num_layers)
         ]
         self.layers = OPList(self._layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
@@ -249,7 +238,7 @@ class Decoder(BaseOP):
         )
         self._kernels = Kernels()
         self._choice = Choice()
-        self._device, self._alone = device, comm.size == 1
+        self._device = device
 
     @torch.inference_mode()
     def choose_products(self) -> dict[int, Ways]:
@@ -265,7 +254,6 @@ class Decoder(BaseOP):
             wide=wide_linear.wide_linear_function() if wide else None,
             wide_add=WIDE_ADD,
             wide_tokens=wide_linear.max_tokens(),
-            fetch=self._ahead.fetch,
         )
         if not kernels.most:
             return {}
@@ -323,39 +311,10 @@ class Decoder(BaseOP):
         """Whether its steps may be part of a CUDA graph: experts in torch operations may not."""
         return all(getattr(layer.mlp, "captures", True) for layer in self._layers)
 
-    @property
-    def halves_from(self) -> int:
-        """Requests from which on a decode step is computed in halves; 0: never. Collectives of two
-        streams, and experts, have one workspace."""
-        dense = all(isinstance(layer.mlp, MLP) for layer in self._layers)
-        if self._device.type != "cuda" or not self._alone or not dense:
-            return 0
-        return least_requests()
-
     def forward(self, batch: ForwardBatch, attn: AttentionBackend, pool: KVPool) -> torch.Tensor:
         """The hidden state of each request's last token: [B, hidden]."""
-        x = self.embed_tokens.forward(batch.input_ids)
-        if batch.halves is None:
-            return self._last_hidden(x, batch, attn, pool)
-        return batch.halves.compute(lambda x, half: self._last_hidden(x, half, attn, pool), x)
-
-    def _last_hidden(
-        self, x: torch.Tensor, batch: ForwardBatch, attn: AttentionBackend, pool: KVPool
-    ) -> torch.Tensor:
-        """From embedded tokens to the last norm."""
-        with self._ahead.step(x):
-            x, residual = self._through_layers(x, batch, attn, pool)
-        if not batch.is_decode:
-            x = x.index_select(0, batch.last_indices)
-            residual = None if residual is None else residual.index_select(0, batch.last_indices)
-        return self.norm.forward_add(x, residual)[0]
-
-    def _through_layers(
-        self, x: torch.Tensor, batch: ForwardBatch, attn: AttentionBackend, pool: KVPool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What was computed last, and what it is to be added to, if anything."""
         rope = Rope(self._rotary, self._rope_table, batch.positions, self._dtype)
-        residual: torch.Tensor | None = None
+        x, residual = self.embed_tokens.forward(batch.input_ids), None
         ways = self._choice[len(x)]
         if len(x) <= self._kernels.most and ways != Ways():
             ready = None
@@ -366,7 +325,10 @@ class Decoder(BaseOP):
         else:
             for layer in self._layers:
                 x, residual = layer.forward(x, residual, rope, batch, attn, pool)
-        return x, residual
+        if not batch.is_decode:
+            x = x.index_select(0, batch.last_indices)
+            residual = None if residual is None else residual.index_select(0, batch.last_indices)
+        return self.norm.forward_add(x, residual)[0]
 
 
 class CausalLM(BaseOP):
@@ -417,9 +379,7 @@ class CausalLM(BaseOP):
         return self.lm_head.forward(self.model.forward(batch, attn, pool), out)
 
 
-def _mlp(
-    config: ModelConfig, layer: int, dtype: torch.dtype, comm: Communicator, ahead: Ahead
-) -> MLP | MoeMLP:
+def _mlp(config: ModelConfig, layer: int, dtype: torch.dtype, comm: Communicator) -> MLP | MoeMLP:
     hidden, moe = config.hidden_size, config.moe
     if moe is not None and layer in moe.layers:
         width = moe.intermediate_size
@@ -430,4 +390,4 @@ def _mlp(
         )  # fmt: skip
     width = config.intermediate_size
     shard = even_shard("intermediate_size", width, comm.rank, comm.size)
-    return MLP(hidden, width, shard, config.mlp_bias, dtype, comm, ahead)
+    return MLP(hidden, width, shard, config.mlp_bias, dtype, comm)

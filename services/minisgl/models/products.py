@@ -62,8 +62,6 @@ class Kernels:
     wide: WideLinear | None = None
     wide_add: WideAdd = wide_add
     wide_tokens: int = 0
-    fetch: Callable[[torch.Tensor], None] = lambda weight: None
-    """Called with the weights of the next product where a kernel comes first that hardly reads."""
 
     @property
     def most(self) -> int:
@@ -84,10 +82,9 @@ class Kernels:
 
     def normed(
         self, way: Way, h: torch.Tensor, ready: Normed | None, norm: RMSNorm, project: Linear,
-        then: Linear | None = None, *, silu: bool = False,
+        *, silu: bool = False,
     ) -> torch.Tensor:  # fmt: skip
-        """Norm of h [T, hidden] and product, then the gate. `ready`: what `added` gave with h.
-        `then`: the product behind the gate."""
+        """Norm of h [T, hidden] and product, then the gate. `ready`: what `added` gave with h."""
         if way == Way.WIDE and self.wide is not None:
             if ready is not None:
                 return self.wide(ready, project.weight, eps=norm.eps, bias=project.bias, silu=silu)
@@ -97,13 +94,8 @@ class Kernels:
             return self.skinny(
                 h, project.weight, norm=norm.weight, eps=norm.eps, bias=project.bias, silu=silu
             )
-        self.fetch(project.weight)
         x = project.forward(norm.forward(h))
-        if not silu:
-            return x
-        if then is not None:
-            self.fetch(then.weight)
-        return silu_and_mul(x)
+        return silu_and_mul(x) if silu else x
 
     def added(
         self, way: Way, h: torch.Tensor, x: torch.Tensor, by: RowParallelLinear,

@@ -18,16 +18,16 @@ def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "dtype", "lens", "left"),
+    ("heads", "kv_heads", "dim", "dtype", "lens"),
     [
-        (4, 2, 128, torch.bfloat16, [1, 16, 17, 200], 0),
-        (5, 1, 64, torch.float16, [33, 5, 290, 64, 2], 1),
-        (3, 1, 64, torch.bfloat16, [500], 0),
-        (8, 1, 64, torch.bfloat16, [15] * 9, 0),
+        (4, 2, 128, torch.bfloat16, [1, 16, 17, 200]),
+        (5, 1, 64, torch.float16, [33, 5, 290, 64, 2]),
+        (3, 1, 64, torch.bfloat16, [500]),
+        (8, 1, 64, torch.bfloat16, [15] * 9),
     ],
 )
 def test_decode_attention_is_exact_and_leaves_its_counters_at_zero(
-    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, lens: list[int], left: int
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, lens: list[int]
 ) -> None:
     random = torch.Generator().manual_seed(len(lens))
     width, batch = max(lens) + 3, len(lens)
@@ -39,7 +39,7 @@ def test_decode_attention_is_exact_and_leaves_its_counters_at_zero(
         slots[row, length:] = 2**31 - 1  # never read: it would be out of range
     kernel = decode.DecodeAttention(
         max_batch=batch, num_qo_heads=heads, num_kv_heads=kv_heads, head_dim=dim, dtype=dtype,
-        device=torch.device("cpu"), sm_count=2, left=left,
+        device=torch.device("cpu"), sm_count=2,
     )  # fmt: skip
     kernel.plan(torch.tensor(lens, dtype=torch.int32), rows)
     chunks, requests = decode.plan_reference(

@@ -16,7 +16,6 @@ import torch
 
 from minisgl import LLM, SamplingParams
 from minisgl.attention.base import AttentionBackend, ForwardBatch
-from minisgl.attention.halves import HALVES_ENV, Halves, least_requests
 from minisgl.attention.torch_backend import TorchBackend
 from minisgl.engine import engine as engine_
 from minisgl.engine.cuda import CudaRunner
@@ -86,11 +85,9 @@ class CapturedTorch(TorchBackend):
     """The reference, with the lengths of each replay; in a graph it would see old ones."""
 
     captures = True
-    splits = True
 
     def capture_metadata(self, batch: ForwardBatch) -> None:
-        for part in (batch,) if batch.halves is None else batch.halves.batches:
-            self.prepare_metadata(part)
+        self.prepare_metadata(batch)
 
 
 @pytest.fixture
@@ -115,7 +112,7 @@ def cuda_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CudaRunner]]:
         self._runner = CudaRunner(
             parts, Stream(), vocab_size=self.vocab_size, dtype=self._dtype,  # type: ignore[arg-type]
             max_requests=requests, max_tokens=config.max_prefill_tokens + requests,
-            check=lambda: None, halves_from=least_requests(),
+            check=lambda: None,
         )  # fmt: skip
         most = 256 if config.cuda_graph_max_bs is None else config.cuda_graph_max_bs
         self._runner.capture(graph_sizes(min(most, requests)), prompt_sizes(self.max_seq_len))
@@ -201,23 +198,6 @@ def test_a_device_is_busy_for_the_time_of_the_steps_that_were_read(
         llm.generate(_prompts(), PARAMS)
         queued = len(steps) - 1  # the last turn of the loop only reads
         assert runner.busy == pytest.approx(queued * STEP_SECONDS) and queued > 3
-
-
-def test_steps_in_halves_give_the_tokens_of_whole_steps(
-    tiny: Path, expected: list[Any], cuda_on_cpu: list[CudaRunner], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(HALVES_ENV, "4")
-    seen = []
-    compute = Halves.compute
-
-    def watched(self: Halves, call: Any, x: torch.Tensor) -> torch.Tensor:
-        seen.append([len(part.rows) for part in self.batches])
-        return compute(self, call, x)
-
-    monkeypatch.setattr(Halves, "compute", watched)
-    with LLM(tiny, dtype="float32", max_running_requests=6) as llm:
-        assert _generate(llm) == expected
-    assert {tuple(sizes) for sizes in seen} == {(3, 1), (5, 1)}
 
 
 def test_more_table_writes_than_a_block_holds_go_in_pieces(
