@@ -33,6 +33,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a negative number of groups": ({"replicas": -1}, "spec.replicas"),
     "a source of models that is none": ({"model": {"uri": "ftp://model"}}, "spec.model.uri"),
+    "a flag and its value with a space between": (
+        {"engine": {"extraArgs": ["--num-pages 16"]}},
+        "extraArgs must hold each flag as one text, --flag=value",
+    ),
     "an unknown device": ({"engine": {"device": "abacus"}}, "spec.engine.device"),
 }
 
