@@ -36,10 +36,12 @@ class Workload:
         return self.prompt_tokens[1] + self.output_tokens[1]
 
     def __str__(self) -> str:
-        ranges = "{}-{} prompt and {}-{} output tokens"
-        return f"{self.num_prompts} sequences of " + ranges.format(
-            *self.prompt_tokens, *self.output_tokens
+        sequences = "1 sequence" if self.num_prompts == 1 else f"{self.num_prompts} sequences"
+        prompt, output = (
+            str(low) if low == high else f"{low}-{high}"
+            for low, high in (self.prompt_tokens, self.output_tokens)
         )
+        return f"{sequences} of {prompt} prompt and {output} output tokens"
 
 
 LAST_ID = 10_000

@@ -180,7 +180,7 @@ def draw(line: Timeline, path: str, steps: int) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
-    parser.add_argument("trace", help="file that `bench offline --profile` wrote")
+    parser.add_argument("trace", metavar="FILE", help="file that `bench offline --profile` wrote")
     parser.add_argument("--plot", type=picture_file, metavar="FILE.png", help="draw some steps")
     parser.add_argument(
         "--steps", type=positive_int, metavar="N", default=2, help="steps to draw (default: 2)"
