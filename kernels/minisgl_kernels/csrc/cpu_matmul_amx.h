@@ -1,6 +1,6 @@
 // Products with AMX: a block of packed weights is a row of tiles. Sums of up to 32 rows and 2 blocks
 // are in four tiles, so that each tile of x and of weights is loaded for two multiplications; of up
-// to 16 rows and 4 blocks in four as well. What is no whole tile of x goes through a tile in memory.
+// to 16 rows and 4 blocks in four as well. What is no whole tile of x goes through one in memory.
 #pragma once
 
 #include "cpu_matmul_avx512.h"
@@ -10,9 +10,13 @@ namespace minisgl::cpu::amx {
 
 constexpr int kBlocks = 4;
 
-// Has the 16 lines of a tile fetched.
-MINISGL_INLINE void fetch(const char* lines) {
-  for (int i = 0; i < kTileRows; ++i) __builtin_prefetch(lines + i * kTileBytes);
+// Has fetched what belongs to the 16 lines of a tile of each block.
+MINISGL_INLINE void fetch_for(const char* lines, int blocks, Reading reading) {
+  const int different = reading.apart == 0 ? 1 : blocks;
+  for (int b = 0; b < different; ++b) {
+    const char* const from = lines + reading.ahead + b * reading.apart;
+    for (int i = 0; i < kTileRows; ++i) __builtin_prefetch(from + i * kTileBytes);
+  }
 }
 
 // Rows `from` to `from` + 16 of x and bytes `at` to `at` + 64 of them, in tile A. Beyond `rows` and
@@ -40,21 +44,20 @@ MINISGL_INLINE void load_x(Tiles& tiles, const char* x, int64_t stride, int from
 // 17 to 32 rows and one or two blocks. Tiles 0 to 3 hold sums, 4 and 5 x, 6 and 7 weights.
 template <bool Two, class Tiles>
 inline void many_rows(Tiles& tiles, const char* x, int64_t stride, int rows, int64_t row_bytes,
-                      const char* w, int64_t block, int64_t ahead, float* tile, int64_t width) {
+                      const char* w, int64_t block, Reading reading, float* tile, int64_t width) {
   tiles.template zero<0>();
   tiles.template zero<1>();
   tiles.template zero<2>();
   tiles.template zero<3>();
   for (int64_t at = 0; at < row_bytes; at += kTileBytes) {
     const char* const lines = w + at * kTileRows;
-    fetch(lines + ahead);
+    fetch_for(lines, Two ? 2 : 1, reading);
     tiles.template load<6>(lines, kTileBytes);
     load_x<4>(tiles, x, stride, 0, rows, at, row_bytes);
     tiles.template multiply_bf16<0, 4, 6>();
     load_x<5>(tiles, x, stride, kTileRows, rows, at, row_bytes);
     tiles.template multiply_bf16<1, 5, 6>();
     if constexpr (Two) {
-      fetch(lines + block + ahead);
       tiles.template load<7>(lines + block, kTileBytes);
       tiles.template multiply_bf16<2, 4, 7>();
       tiles.template multiply_bf16<3, 5, 7>();
@@ -72,14 +75,14 @@ inline void many_rows(Tiles& tiles, const char* x, int64_t stride, int rows, int
 // One to 16 rows and Blocks blocks. Tiles 0 to 3 hold sums, 4 x, 5 to 7 weights.
 template <int Blocks, class Tiles>
 inline void few_rows(Tiles& tiles, const char* x, int64_t stride, int rows, int64_t row_bytes,
-                     const char* w, int64_t block, int64_t ahead, float* tile, int64_t width) {
+                     const char* w, int64_t block, Reading reading, float* tile, int64_t width) {
   tiles.template zero<0>();
   tiles.template zero<1>();
   tiles.template zero<2>();
   tiles.template zero<3>();
   for (int64_t at = 0; at < row_bytes; at += kTileBytes) {
     const char* const lines = w + at * kTileRows;
-    for (int i = 0; i < Blocks; ++i) fetch(lines + i * block + ahead);
+    fetch_for(lines, Blocks, reading);
     load_x<4>(tiles, x, stride, 0, rows, at, row_bytes);
     tiles.template load<5>(lines, kTileBytes);
     tiles.template multiply_bf16<0, 4, 5>();
@@ -105,14 +108,14 @@ inline void few_rows(Tiles& tiles, const char* x, int64_t stride, int rows, int6
 
 template <class Tiles>
 inline void bf16_tile(const bf16* x, int64_t ldx, int rows, const bf16* w, int64_t inputs,
-                      int blocks, int64_t ahead, float* tile) {
+                      int blocks, Reading reading, float* tile) {
   Tiles tiles;
   const char* const from = reinterpret_cast<const char*>(x);
   const char* weights = reinterpret_cast<const char*>(w);
   const int64_t stride = ldx * sizeof(bf16), row_bytes = inputs * sizeof(bf16);
   const int64_t block = block_bytes(inputs, Stored::bf16), width = blocks * kBlock;
   const auto call = [&](auto function) {
-    function(tiles, from, stride, rows, row_bytes, weights, block, ahead, tile, width);
+    function(tiles, from, stride, rows, row_bytes, weights, block, reading, tile, width);
   };
   if (rows > kTileRows) {
     for (; blocks >= 2; blocks -= 2, weights += 2 * block, tile += 2 * kBlock) {
@@ -142,11 +145,11 @@ using Add = void(const GroupSums& sums, const Quantised& x, int64_t group, int r
 inline void add_portable(const GroupSums& sums, const Quantised& x, int64_t group, int rows,
                          int blocks, float* tile) {
   for (int row = 0; row < rows; ++row) {
-    const int64_t of = row * x.groups() + group;
+    const Group& own = x.group[group * x.rows + row];
     for (int b = 0; b < blocks; ++b, tile += kBlock) {
       for (int j = 0; j < kBlock; ++j) {
-        const int32_t sum = x.start[of] + sums.of[b][row * kBlock + j];
-        tile[j] += static_cast<float>(sum) * x.scale[of];
+        const int32_t sum = own.start + sums.of[b][row * kBlock + j];
+        tile[j] += static_cast<float>(sum) * own.scale;
       }
     }
   }
@@ -156,9 +159,9 @@ inline void add_portable(const GroupSums& sums, const Quantised& x, int64_t grou
 MINISGL_AVX512 inline void add_avx512(const GroupSums& sums, const Quantised& x, int64_t group,
                                       int rows, int blocks, float* tile) {
   for (int row = 0; row < rows; ++row) {
-    const int64_t of = row * x.groups() + group;
-    const __m512i start = _mm512_set1_epi32(x.start[of]);
-    const __m512 scale = _mm512_set1_ps(x.scale[of]);
+    const Group& own = x.group[group * x.rows + row];
+    const __m512i start = _mm512_set1_epi32(own.start);
+    const __m512 scale = _mm512_set1_ps(own.scale);
     for (int b = 0; b < blocks; ++b, tile += kBlock) {
       const __m512i sum = _mm512_add_epi32(start, _mm512_load_si512(sums.of[b] + row * kBlock));
       _mm512_store_ps(tile,
@@ -178,7 +181,7 @@ MINISGL_INLINE void group_sums(Tiles& tiles, const char* lines, int32_t* sums) {
 
 // A group is what one multiplication sums up.
 template <class Tiles, Add add>
-inline void int8_tile(const Quantised& x, int rows, const uint8_t* w, int blocks, int64_t ahead,
+inline void int8_tile(const Quantised& x, int rows, const uint8_t* w, int blocks, Reading reading,
                       const float* scale, float* tile) {
   static_assert(kGroup == kTileBytes, "as above");
   Tiles tiles;
@@ -187,7 +190,7 @@ inline void int8_tile(const Quantised& x, int rows, const uint8_t* w, int blocks
   memset(tile, 0, rows * width * sizeof(float));
   for (int64_t group = 0; group < x.groups(); ++group) {
     const char* const lines = reinterpret_cast<const char*>(w) + group * kTileRows * kTileBytes;
-    for (int i = 0; i < blocks; ++i) fetch(lines + i * block + ahead);
+    fetch_for(lines, blocks, reading);
     for (int row = 0; row < rows; row += kTileRows) {
       const char* const from = reinterpret_cast<const char*>(x.q);
       load_x<4>(tiles, from, x.k, row, rows, group * kGroup, x.k);

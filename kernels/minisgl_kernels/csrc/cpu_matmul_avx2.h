@@ -100,7 +100,7 @@ MINISGL_AVX2 void int8_sums(const Quantised& x, const char* w, int64_t ahead, co
     }
     MINISGL_UNROLL
     for (int r = 0; r < R; ++r) {
-      const __m256 by = _mm256_set1_ps(x.scale[r * groups + group]);
+      const __m256 by = _mm256_set1_ps(x.group[group * x.rows + r].scale);
       MINISGL_UNROLL
       for (int c = 0; c < 4; ++c) {
         total[r][c] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[r][c]), by, total[r][c]);
@@ -120,8 +120,12 @@ MINISGL_AVX2 void int8_sums(const Quantised& x, const char* w, int64_t ahead, co
   }
 }
 
+// One block after the other is computed, and each fetches what is to be fetched with it.
+inline int64_t ahead_of(Reading reading) { return reading.apart == 0 ? 0 : reading.ahead; }
+
 inline void bf16_tile(const bf16* x, int64_t ldx, int rows, const bf16* w, int64_t inputs,
-                      int blocks, int64_t ahead, float* tile) {
+                      int blocks, Reading reading, float* tile) {
+  const int64_t ahead = ahead_of(reading);
   static constexpr decltype(&bf16_sums<1>) table[] = {bf16_sums<1>, bf16_sums<2>, bf16_sums<3>,
                                                       bf16_sums<4>};
   const char* from = reinterpret_cast<const char*>(w);
@@ -130,8 +134,9 @@ inline void bf16_tile(const bf16* x, int64_t ldx, int rows, const bf16* w, int64
   }
 }
 
-inline void int8_tile(const Quantised& x, int rows, const uint8_t* w, int blocks, int64_t ahead,
+inline void int8_tile(const Quantised& x, int rows, const uint8_t* w, int blocks, Reading reading,
                       const float* scale, float* tile) {
+  const int64_t ahead = ahead_of(reading);
   for (int b = 0; b < blocks; ++b, w += kBlock * x.k, scale += kBlock) {
     const char* const from = reinterpret_cast<const char*>(w);
     for (int row = 0; row < rows; row += kInt8Rows) {

@@ -11,9 +11,10 @@
 
 namespace minisgl::cpu::avx512 {
 
-constexpr int kBlocks = 2, kManyBlocks = 4;
-// With so many blocks, 24 of 32 registers hold sums: of int8 a half as integers.
-constexpr int kRows = 12, kFewRows = 6, kInt8Rows = 6, kFewInt8Rows = 3;
+constexpr int kBlocks = 2;
+// With two blocks, 24 of 32 registers hold sums: of int8 a half as integers. A product of few rows
+// is a single tile, and memory its limit.
+constexpr int kRows = 12, kInt8Rows = 6, kFewRows = 8;
 
 MINISGL_AVX512 MINISGL_INLINE __m512i spread(const void* four_bytes) {
   int32_t value;
@@ -21,8 +22,9 @@ MINISGL_AVX512 MINISGL_INLINE __m512i spread(const void* four_bytes) {
   return _mm512_set1_epi32(value);
 }
 
-// Up to 12 rows, `stride` bytes apart, by a pointer for three of them: there are too few registers
-// for a pointer each, and the compiler would keep them in vector registers.
+// R rows, up to 12, `stride` bytes apart, by a pointer for three of them: there are too few
+// registers for a pointer each, and the compiler would keep them in vector registers.
+template <int R>
 struct Rows {
   const char *a, *b, *c, *d;
   int64_t stride;
@@ -35,27 +37,30 @@ struct Rows {
   }
   MINISGL_INLINE void advance() {
     a += 4, b += 4, c += 4, d += 4;
-    __asm__("" : "+r"(a), "+r"(b), "+r"(c), "+r"(d));
+    __asm__("" : "+r"(a));
+    if constexpr (R > 3) __asm__("" : "+r"(b));
+    if constexpr (R > 6) __asm__("" : "+r"(c));
+    if constexpr (R > 9) __asm__("" : "+r"(d));
   }
 };
 
-// The blocks lie `block` bytes apart, and `ahead` bytes behind them what is needed next.
+// The blocks lie `block` bytes apart.
 template <int R, int C>
 MINISGL_AVX512 void bf16_sums(const bf16* x, int64_t ldx, const char* w, int64_t block,
-                              int64_t inputs, int64_t ahead, float* tile, int64_t width) {
+                              int64_t inputs, Reading reading, float* tile, int64_t width) {
   __m512 sum[R][C];
   MINISGL_UNROLL
   for (int r = 0; r < R; ++r) {
     MINISGL_UNROLL
     for (int c = 0; c < C; ++c) sum[r][c] = _mm512_setzero_ps();
   }
-  Rows rows(x, ldx * sizeof(bf16));
+  Rows<R> rows(x, ldx * sizeof(bf16));
   for (const char* const end = w + inputs / 2 * 64; w != end; w += 64, rows.advance()) {
     __m512bh line[C];
     MINISGL_UNROLL
     for (int c = 0; c < C; ++c) {
       line[c] = (__m512bh)_mm512_load_si512(w + c * block);
-      _mm_prefetch(w + c * block + ahead, _MM_HINT_T0);
+      _mm_prefetch(w + reading.ahead + c * reading.apart, _MM_HINT_T0);
     }
     MINISGL_UNROLL
     for (int r = 0; r < R; ++r) {
@@ -84,7 +89,7 @@ MINISGL_AVX512 void bf16_sums(const bf16* x, int64_t ldx, const char* w, int64_t
 
 // For each group of inputs the products are summed as int32, then added to the sums in float32.
 template <int R, int C>
-MINISGL_AVX512 void int8_sums(const Quantised& x, const char* w, int64_t block, int64_t ahead,
+MINISGL_AVX512 void int8_sums(const Quantised& x, const char* w, int64_t block, Reading reading,
                               const float* scale, float* tile, int64_t width) {
   __m512 total[R][C];
   MINISGL_UNROLL
@@ -92,13 +97,13 @@ MINISGL_AVX512 void int8_sums(const Quantised& x, const char* w, int64_t block, 
     MINISGL_UNROLL
     for (int c = 0; c < C; ++c) total[r][c] = _mm512_setzero_ps();
   }
-  Rows rows(x.q, x.k);
-  const int64_t groups = x.groups();
-  for (int64_t group = 0; group < groups; ++group) {
+  Rows<R> rows(x.q, x.k);
+  const Group* group = x.group;
+  for (const char* const all = w + x.k * kBlock; w != all; group += x.rows) {
     __m512i sum[R][C];
     MINISGL_UNROLL
     for (int r = 0; r < R; ++r) {
-      sum[r][0] = _mm512_set1_epi32(x.start[r * groups + group]);
+      sum[r][0] = _mm512_set1_epi32(group[r].start);
       MINISGL_UNROLL
       for (int c = 1; c < C; ++c) sum[r][c] = sum[r][0];
     }
@@ -107,18 +112,21 @@ MINISGL_AVX512 void int8_sums(const Quantised& x, const char* w, int64_t block, 
       MINISGL_UNROLL
       for (int c = 0; c < C; ++c) {
         line[c] = _mm512_load_si512(w + c * block);
-        _mm_prefetch(w + c * block + ahead, _MM_HINT_T0);
+        _mm_prefetch(w + reading.ahead + c * reading.apart, _MM_HINT_T0);
       }
       MINISGL_UNROLL
       for (int r = 0; r < R; ++r) {
         const __m512i four = spread(rows[r]);
         MINISGL_UNROLL
-        for (int c = 0; c < C; ++c) sum[r][c] = _mm512_dpbusd_epi32(sum[r][c], line[c], four);
+        for (int c = 0; c < C; ++c) {
+          // With the intrinsic GCC copies each sum before and after.
+          __asm__("vpdpbusd %2, %1, %0" : "+v"(sum[r][c]) : "v"(line[c]), "v"(four));
+        }
       }
     }
     MINISGL_UNROLL
     for (int r = 0; r < R; ++r) {
-      const __m512 by = _mm512_set1_ps(x.scale[r * groups + group]);
+      const __m512 by = _mm512_set1_ps(group[r].scale);
       MINISGL_UNROLL
       for (int c = 0; c < C; ++c) {
         total[r][c] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r][c]), by, total[r][c]);
@@ -135,34 +143,23 @@ MINISGL_AVX512 void int8_sums(const Quantised& x, const char* w, int64_t block, 
   }
 }
 
-using Bf16Sums = decltype(&bf16_sums<1, 1>);
-using Int8Sums = decltype(&int8_sums<1, 1>);
-
-// The functions for up to `shape` rows and blocks of each type.
-template <class Sums>
+// The functions for 1 to `one` rows of one block, and for 1 to `two` of two.
+template <class Sums, int one, int two>
 struct Table {
-  Sums of[kRows][kManyBlocks] = {};
+  Sums of[one > two ? one : two][kBlocks] = {};
 
   template <int R = 1>
-  constexpr Table<Sums> filled() {
-    constexpr bool bf16 = std::is_same_v<Sums, Bf16Sums>;
-    constexpr int all = bf16 ? kRows : kInt8Rows, few = bf16 ? kFewRows : kFewInt8Rows;
-    if constexpr (R <= all) {
-      fill<R, 1>();
-      fill<R, 2>();
-      if constexpr (R <= few) {
-        fill<R, 3>();
-        fill<R, 4>();
-      }
-      filled<R + 1>();
-    }
+  constexpr Table filled() {
+    if constexpr (R <= one) fill<R, 1>();
+    if constexpr (R <= two) fill<R, 2>();
+    if constexpr (R < one || R < two) filled<R + 1>();
     return *this;
   }
 
  private:
   template <int R, int C>
   constexpr void fill() {
-    if constexpr (std::is_same_v<Sums, Bf16Sums>) {
+    if constexpr (std::is_same_v<Sums, decltype(&bf16_sums<1, 1>)>) {
       of[R - 1][C - 1] = bf16_sums<R, C>;
     } else {
       of[R - 1][C - 1] = int8_sums<R, C>;
@@ -170,19 +167,37 @@ struct Table {
   }
 };
 
-inline void bf16_tile(const bf16* x, int64_t ldx, int rows, const bf16* w, int64_t inputs,
-                      int blocks, int64_t ahead, float* tile) {
-  static constexpr auto table = Table<Bf16Sums>().filled();
-  table.of[rows - 1][blocks - 1](x, ldx, reinterpret_cast<const char*>(w),
-                                 block_bytes(inputs, Stored::bf16), inputs, ahead, tile,
-                                 blocks * kBlock);
+// Calls `sums(first block, blocks, how they are read)` for what is read side by side.
+template <class Call>
+MINISGL_INLINE void in_parts(int blocks, int64_t block, Reading reading, Call sums) {
+  if (!reading.singly) return sums(0, blocks, reading);
+  for (int b = 0; b < blocks; ++b) {
+    const bool last = b + 1 == blocks;
+    const int64_t ahead = reading.ahead == 0 ? 0 : last ? reading.ahead - b * block : block;
+    sums(b, 1, Reading{true, ahead, 0});
+  }
 }
 
-inline void int8_tile(const Quantised& x, int rows, const uint8_t* w, int blocks, int64_t ahead,
+inline void bf16_tile(const bf16* x, int64_t ldx, int rows, const bf16* w, int64_t inputs,
+                      int blocks, Reading reading, float* tile) {
+  static constexpr auto table = Table<decltype(&bf16_sums<1, 1>), kRows, kRows>().filled();
+  const int64_t block = block_bytes(inputs, Stored::bf16);
+  const char* const from = reinterpret_cast<const char*>(w);
+  in_parts(blocks, block, reading, [&](int first, int count, Reading part) {
+    table.of[rows - 1][count - 1](x, ldx, from + first * block, block, inputs, part,
+                                  tile + first * kBlock, blocks * kBlock);
+  });
+}
+
+inline void int8_tile(const Quantised& x, int rows, const uint8_t* w, int blocks, Reading reading,
                       const float* scale, float* tile) {
-  static constexpr auto table = Table<Int8Sums>().filled();
-  table.of[rows - 1][blocks - 1](x, reinterpret_cast<const char*>(w), kBlock * x.k, ahead, scale,
-                                 tile, blocks * kBlock);
+  static constexpr auto table = Table<decltype(&int8_sums<1, 1>), kFewRows, kInt8Rows>().filled();
+  const int64_t block = kBlock * x.k;
+  const char* const from = reinterpret_cast<const char*>(w);
+  in_parts(blocks, block, reading, [&](int first, int count, Reading part) {
+    table.of[rows - 1][count - 1](x, from + first * block, block, part, scale + first * kBlock,
+                                  tile + first * kBlock, blocks * kBlock);
+  });
 }
 
 MINISGL_AVX512 MINISGL_INLINE __m512 widened(__m256i values) {
@@ -223,8 +238,7 @@ MINISGL_AVX512 inline void quantise(const bf16* x, int64_t inputs, const Quantis
       sum = _mm512_add_epi32(sum, q);
       _mm_storeu_si128(reinterpret_cast<__m128i*>(out.q + from) + i, _mm512_cvtepi32_epi8(q));
     }
-    out.scale[group] = scale;
-    out.start[group] = -128 * _mm512_reduce_add_epi32(sum);
+    out.group[group * out.rows] = {scale, -128 * _mm512_reduce_add_epi32(sum)};
   }
 }
 
@@ -287,10 +301,9 @@ MINISGL_AVX512 inline void finish(const float* tile, int rows, const Packed& w, 
 
 // Tiles of about the same size, so that none is so small that its sums wait for each other.
 inline Shape shape(int64_t m, Stored stored) {
-  const bool bf16 = stored == Stored::bf16;
-  const int all = bf16 ? kRows : kInt8Rows, few = bf16 ? kFewRows : kFewInt8Rows;
-  if (m <= few) return {static_cast<int>(m), kManyBlocks};
-  const int64_t parts = (m + all - 1) / all;
+  if (m <= kFewRows) return {static_cast<int>(m), kBlocks, true};
+  const int most = stored == Stored::bf16 ? kRows : kInt8Rows;
+  const int64_t parts = (m + most - 1) / most;
   return {static_cast<int>((m + parts - 1) / parts), kBlocks};
 }
 

@@ -22,31 +22,43 @@ struct Epilogue {
 // Rows and blocks of a tile. Of gated weights a tile has both of gate and up, so blocks are even.
 struct Shape {
   int rows, blocks;
+  bool singly = false;  // blocks are read one after the other
 };
 
-// Rows of activations as int8 [rows, k], 0 beyond the inputs. Each of the k / 64 groups of a row has
-// a scale, and what its sums of products with weights + 128 begin with: -128 times the sum of q.
+// The scale of a group of activations, and what its sums of products with weights + 128 begin with:
+// -128 times the sum of its q.
+struct Group {
+  float scale;
+  int32_t start;
+};
+
+// Activations as int8 [rows, k], 0 beyond the inputs, and their groups [k / 64][rows].
 struct Quantised {
   int8_t* q;
-  float* scale;
-  int32_t* start;
-  int64_t k;
+  Group* group;
+  int64_t k, rows;
 
   MINISGL_INLINE int64_t groups() const { return k / kGroup; }
   MINISGL_INLINE Quantised from_row(int64_t row) const {
-    return {q + row * k, scale + row * groups(), start + row * groups(), k};
+    return {q + row * k, group + row, k, rows};
   }
+};
+
+// How the weights of a tile are read: one block after the other or side by side. With the lines of
+// block c those `ahead` + c * `apart` bytes behind the lines of the first are fetched.
+struct Reading {
+  bool singly;
+  int64_t ahead, apart;
 };
 
 // One instruction set. A tile is float32 [rows, blocks * 16], aligned to 64 bytes.
 struct Kernels {
   Shape (*shape)(int64_t m, Stored stored);  // of tiles, for products of m rows
-  // Sums of x [rows, inputs], ldx apart, and `blocks` blocks of weights. While they are read, those
-  // `ahead` bytes behind them are fetched: 0, or where there are some.
+  // Sums of x [rows, inputs], ldx apart, and `blocks` blocks of weights.
   void (*bf16_tile)(const bf16* x, int64_t ldx, int rows, const bf16* w, int64_t inputs,
-                    int blocks, int64_t ahead, float* tile);
+                    int blocks, Reading reading, float* tile);
   // The same for int8, with the scales of the outputs.
-  void (*int8_tile)(const Quantised& x, int rows, const uint8_t* w, int blocks, int64_t ahead,
+  void (*int8_tile)(const Quantised& x, int rows, const uint8_t* w, int blocks, Reading reading,
                     const float* scale, float* tile);
   // Row x [inputs] as the first of `out`.
   void (*quantise)(const bf16* x, int64_t inputs, const Quantised& out);
@@ -60,7 +72,7 @@ struct Kernels {
 namespace portable {
 
 inline void bf16_tile(const bf16* x, int64_t ldx, int rows, const bf16* w, int64_t inputs,
-                      int blocks, int64_t, float* tile) {
+                      int blocks, Reading, float* tile) {
   const int64_t k = padded_inputs(inputs, Stored::bf16);
   for (int row = 0; row < rows; ++row, x += ldx, tile += blocks * kBlock) {
     for (int block = 0; block < blocks; ++block) {
@@ -90,12 +102,11 @@ inline void quantise(const bf16* x, int64_t inputs, const Quantised& out) {
       q[i] = static_cast<int8_t>(lrintf(to_float(x[from + i]) * inverse));
       sum += q[i];
     }
-    out.scale[group] = scale;
-    out.start[group] = -128 * sum;
+    out.group[group * out.rows] = {scale, -128 * sum};
   }
 }
 
-inline void int8_tile(const Quantised& x, int rows, const uint8_t* w, int blocks, int64_t,
+inline void int8_tile(const Quantised& x, int rows, const uint8_t* w, int blocks, Reading,
                       const float* scale, float* tile) {
   for (int row = 0; row < rows; ++row, tile += blocks * kBlock) {
     const Quantised of = x.from_row(row);
@@ -103,14 +114,15 @@ inline void int8_tile(const Quantised& x, int rows, const uint8_t* w, int blocks
       float total[kBlock] = {};
       const uint8_t* from = w + block * kBlock * x.k;
       for (int64_t group = 0; group < x.groups(); ++group) {
+        const Group& own = of.group[group * of.rows];
         int32_t sum[kBlock];
-        for (int j = 0; j < kBlock; ++j) sum[j] = of.start[group];
+        for (int j = 0; j < kBlock; ++j) sum[j] = own.start;
         for (int64_t i = group * kGroup; i < (group + 1) * kGroup; i += 4, from += 4 * kBlock) {
           for (int j = 0; j < kBlock; ++j) {
             for (int p = 0; p < 4; ++p) sum[j] += of.q[i + p] * from[4 * j + p];
           }
         }
-        for (int j = 0; j < kBlock; ++j) total[j] += static_cast<float>(sum[j]) * of.scale[group];
+        for (int j = 0; j < kBlock; ++j) total[j] += static_cast<float>(sum[j]) * own.scale;
       }
       for (int j = 0; j < kBlock; ++j) {
         tile[block * kBlock + j] = total[j] * scale[block * kBlock + j];

@@ -7,10 +7,10 @@
 // of up of the same outputs, and so on, so that one thread has both.
 //
 // int8: weight = q * scale[output], q from -127 to 127, to nearest, stored as q + 128: instructions
-// multiply unsigned by signed numbers. Activations have a scale for each row and 64 inputs of it; one
-// for the row would cost thirty times the accuracy that the weights cost, as some inputs are much
-// larger than the others. What is added by the 128 is known when they are quantised. Where not all
-// numbers are finite the scale is NaN; where the largest is below 4e-37 they are zero.
+// multiply unsigned by signed numbers. Activations have a scale for each row and 64 inputs of it:
+// some inputs are so much larger than others that one for the row would cost far more accuracy than
+// the weights do. What the 128 adds is known when they are quantised. Where not all numbers are
+// finite the scale is NaN; where the largest is below 4e-37 they are zero.
 #pragma once
 
 #include <math.h>
