@@ -60,6 +60,8 @@ STATUS_SECONDS = 1.0
 """Least time between two writes of one status."""
 _NO_ANSWER = (0, 401, 429, 503, 504)
 """The server is away or overloaded: no verdict on a child."""
+_NOT_UNDERSTOOD = (400, 413, 422)
+"""It will never take this, such as a status."""
 
 
 class Nodes:
@@ -182,7 +184,10 @@ class Task:
         except ApiError as error:
             self._metrics.failures.inc()
             self._log.warning("the API server failed: %s", error.message)
-            return TICK_SECONDS
+            if error.status not in _NOT_UNDERSTOOD:
+                return TICK_SECONDS
+            await self._post_failure(error)
+            return RESYNC_SECONDS
         except Exception as error:
             self._metrics.failures.inc()
             self._log.exception("this object could not be reconciled")

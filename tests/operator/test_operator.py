@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from minisgl_operator.api import API_VERSION, KIND
 from tests.cluster.apiserver import ApiServer
 from tests.cluster.kubectl import KubectlError
 from tests.operator.objects import Object
@@ -37,6 +38,27 @@ def test_an_object_gets_its_children_and_then_nothing_is_written(
     } <= set(qwen.children())  # fmt: skip
     # What its look for Redis ends with is told a moment later, and may change once.
     settle(installed, 60, [qwen.namespace])
+
+
+def test_any_text_reaches_children_and_status(
+    installed: ApiServer, operator: Operator, namespace: str
+) -> None:
+    """Server-side apply is read as YAML, which is not quite JSON."""
+    name = "\U0001f917 模型\x00\x1b[1m\x7f\x85\u2028\ufeff"
+    env = [{"name": "TEXT", "value": name}]
+    one = Object(installed.kubectl, namespace)
+    spec = {
+        "model": {"uri": "pvc://models/m", "servedName": name},
+        "engine": {"device": "cpu"},
+        "ranks": {"podTemplate": {"spec": {"containers": [{"name": "rank", "env": env}]}}},
+    }
+    metadata = {"name": one.name, "namespace": namespace}
+    made = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": spec}
+    installed.kubectl("create", "--filename=-", stdin=json.dumps(made))
+    one.wait_children("StatefulSet/qwen-g0-1", "Deployment/qwen-gateway")
+    one.wait(lambda: one.status.get("servedModel") == name)
+    pod = one.children()["StatefulSet/qwen-g0-1"]["spec"]["template"]["spec"]
+    assert env[0] in pod["containers"][0]["env"]
 
 
 def test_a_deleted_group_comes_back_under_the_next_epoch(qwen: Object) -> None:
