@@ -32,6 +32,8 @@ ROWS = 64
 SHARED_BYTES = 232_448
 """That a block may have on Hopper, all told."""
 _STORE, _ADD, _SILU = range(3)
+MODES = (_STORE, _ADD, _SILU, _ADD)
+"""Of a layer's products: QKV, O, gate and up, down."""
 _TAIL = 256 * 4 + 2 * 16 * 8 + 1024
 """Bytes of shared memory beside tiles and sums: scales, barriers, and what alignment may take."""
 
@@ -90,7 +92,7 @@ def computes(rows: int, k: int, *, silu: bool = False) -> bool:
 def wide_linear_reference(
     x: torch.Tensor | Normed, weight: torch.Tensor, *, norm: torch.Tensor | None = None,
     eps: float = 0.0, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None,
-    silu: bool = False,
+    silu: bool = False, blocks: Blocks | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The same as `wide_linear`, in float32 torch operations for any device."""
     if isinstance(x, Normed):
@@ -105,7 +107,7 @@ def wide_linear_reference(
 
 def wide_add_reference(
     residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, following: torch.Tensor,
-    *, bias: torch.Tensor | None = None,
+    *, bias: torch.Tensor | None = None, blocks: Blocks | None = None,
 ) -> Normed:  # fmt: skip
     """The same as `wide_add`, in float32 torch operations for any device."""
     h = skinny_linear_reference(x, weight, bias=bias, residual=residual).float()
@@ -176,16 +178,17 @@ def width_of(tokens: int, cut: Blocks) -> int:
 @functools.cache
 def shape_of_blocks(rows: int, k: int, tokens: int, mode: int) -> Blocks:
     """A cut that is fast for weights [rows, k] and up to so many tokens."""
-    return likely_blocks(rows, k, tokens, mode)[0]
+    return likely_blocks(tokens, rows, k, mode)[0]
 
 
-def likely_blocks(rows: int, k: int, tokens: int, mode: int) -> list[Blocks]:
+def likely_blocks(tokens: int, rows: int, k: int, mode: int) -> list[Blocks]:
     """Some cuts, one of which should be the fastest; the likeliest first.
 
     With about 64 blocks the next product's, with their weights, stand on the other multiprocessors
     already. Twice as many, each with half of the shared memory, leave it room on the same ones.
     Many tokens go in parts to blocks of more rows: fewer bytes come from the L2 cache.
     """
+    tokens = -(-tokens // TILE) * TILE
     few = tokens <= 32
     forms = [(1, 1), (2, 1), (3, 1)] if few else [(1, 1), (2, 1), (2, 2)]
     if tokens > 96:

@@ -83,7 +83,7 @@ def sweep(model: str, results: dict[str, dict[str, float]]) -> None:
         {
             (_family, signature(n, cut, product.mode))
             for product in MODELS[model] for n in TOKENS
-            for cut in likely_blocks(*product[:2], n, product.mode)
+            for cut in likely_blocks(n, *product)
         }
     )  # fmt: skip
     for product in MODELS[model]:
@@ -93,7 +93,7 @@ def sweep(model: str, results: dict[str, dict[str, float]]) -> None:
             x, residual = made(tokens, k), made(tokens, rows)
             times = {
                 cut: time_one(partial(wide, mode, cut, residual), x, weights)
-                for cut in likely_blocks(rows, k, tokens, mode)
+                for cut in likely_blocks(tokens, rows, k, mode)
             }
             shown = " ".join(
                 f"{times[cut]:.2f}{cut[:4]}{'' if cut.shared == SHARED_BYTES else 'h'}"

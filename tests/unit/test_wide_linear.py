@@ -31,9 +31,9 @@ def test_every_cut_covers_the_tokens_and_fits_a_block(
     rows: int, k: int, mode: int, tokens: int
 ) -> None:
     cuts = possible_blocks(rows, k, tokens, mode)
-    for likely in likely_blocks(rows, k, tokens, mode):
+    for likely in likely_blocks(tokens, rows, k, mode):
         assert likely._replace(shared=SHARED_BYTES) in cuts
-    assert shape_of_blocks(rows, k, tokens, mode) == likely_blocks(rows, k, tokens, mode)[0]
+    assert shape_of_blocks(rows, k, tokens, mode) == likely_blocks(tokens, rows, k, mode)[0]
     for cut in cuts:
         width = width_of(tokens, cut)
         assert width * cut.tiles >= tokens > width * (cut.tiles - 1)

@@ -20,10 +20,12 @@ from minisgl.models.config import ModelConfig
 from minisgl.models.packed import PackedDecoder
 from minisgl.models.products import (
     GROUPS,
+    NAMES,
     Choice,
     Kernels,
     Way,
     Ways,
+    covering,
     graph_seconds,
 )
 from minisgl.moe.layer import MoeMLP
@@ -36,7 +38,7 @@ from minisgl_kernels.tuned_linear import measuring
 from minisgl_kernels.wide_linear import Normed
 
 WIDE_ADD = wide_linear.wide_add
-TIMED_LAYERS = 16
+TIMED_LAYERS = 12
 """More would only take longer to time: their weights are beyond the L2 cache."""
 
 
@@ -199,12 +201,12 @@ class DecoderLayer(BaseOP):
             kernels.added(ways.o, h, heads, project)
             h.add_(mlp.forward(norm.forward(h)))
             return None
-        then = norm if ways.gate_up == Way.WIDE else None
+        then = norm if ways.gate_up.way == Way.WIDE else None
         ready = kernels.added(ways.o, h, heads, project, then)
         x = kernels.normed(ways.gate_up, h, ready, norm, mlp.gate_up_proj, silu=True)
         if following is None:
             return kernels.added(ways.down, h, x, mlp.down_proj)
-        then = following.input_layernorm if ways.qkv == Way.WIDE else None
+        then = following.input_layernorm if ways.qkv.way == Way.WIDE else None
         return kernels.added(ways.down, h, x, mlp.down_proj, then)
 
 
@@ -284,13 +286,21 @@ class Decoder(BaseOP):
                     calls(tokens, ways)[0]()
             prepare(variants)
 
-        shapes = [tuple(w.shape) for w in some[0].state_dict().values() if w.dim() == 2]
-        name = f"products {shapes} {len(some)} {kernels.skinny_tokens} {kernels.wide_tokens}"
-        if not self._choice.restore(measured().get(name), kernels.ways):
-            compile_all(
-                (tokens, Ways.all(way)) for tokens in GROUPS for way in kernels.ways(tokens)
+        layer, mlp = dense[0], dense[0].mlp
+        assert isinstance(mlp, MLP)
+        shapes = {
+            name: (*linear.weight.shape, mode)
+            for name, linear, mode in zip(
+                NAMES,
+                (layer.self_attn.qkv_proj, layer.self_attn.o_proj, mlp.gate_up_proj, mlp.down_proj),
+                wide_linear.MODES, strict=True,
             )
-            self._choice.decide(kernels.ways, seconds)
+        }  # fmt: skip
+        options = {tokens: kernels.options(tokens, shapes) for tokens in GROUPS}
+        name = f"products {shapes} {len(some)} {kernels.skinny_tokens} {kernels.wide_tokens}"
+        if not self._choice.restore(measured().get(name), options.__getitem__):
+            compile_all((n, ways) for n, some in options.items() for ways in covering(some))
+            self._choice.decide(options.__getitem__, seconds)
             measured().put(name, self._choice.kept())
         tile = wide_linear.TILE
         compile_all((n, self._choice[n]) for n in range(tile, kernels.most + 1, tile))

@@ -6,9 +6,10 @@ all ways are timed once, at the start.
 """
 
 import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import NamedTuple
 
 import torch
 
@@ -17,13 +18,22 @@ from minisgl.layers.linear import Linear, RowParallelLinear, add_product
 from minisgl.layers.norm import RMSNorm
 from minisgl_kernels.skinny_linear import MAX_TOKENS as SKINNY_TOKENS
 from minisgl_kernels.skinny_linear import SkinnyLinear
-from minisgl_kernels.wide_linear import Normed, WideAdd, WideLinear, wide_add
+from minisgl_kernels.wide_linear import (
+    Blocks,
+    Normed,
+    WideAdd,
+    WideLinear,
+    likely_blocks,
+    wide_add,
+)
 
 GROUPS = (1, 8, 16, 32, 64, 96, 128, 192, 256)
 """Products are timed with so many tokens; what was found holds down to the number before."""
 REPLAYS = 3
 CLEARLY = 0.99
 """A way must take so much of the best one's time at most to be taken in its place."""
+HOPELESS = 1.25
+"""A way that takes so much of the best one's time for all products is tried for none."""
 
 
 class Way(StrEnum):
@@ -36,21 +46,33 @@ class Way(StrEnum):
     """For up to 256 tokens on Hopper, `wide_linear`."""
 
 
+class Option(NamedTuple):
+    """One way to compute a product."""
+
+    way: Way
+    cut: Blocks | None = None
+    """Of WIDE; None: whatever that kernel takes by itself."""
+
+
+LIBRARY = Option(Way.LIBRARY)
+
+
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """Who computes the products of a layer."""
+    """How the products of a layer are computed."""
 
-    qkv: Way = Way.LIBRARY
-    o: Way = Way.LIBRARY
-    gate_up: Way = Way.LIBRARY
-    down: Way = Way.LIBRARY
-
-    @classmethod
-    def all(cls, way: Way) -> "Ways":
-        return cls(way, way, way, way)
+    qkv: Option = LIBRARY
+    o: Option = LIBRARY
+    gate_up: Option = LIBRARY
+    down: Option = LIBRARY
 
 
 NAMES = ("qkv", "o", "gate_up", "down")
+
+Shapes = Mapping[str, tuple[int, int, int]]
+"""By product: rows and columns of its weights, and its mode in `wide_linear`."""
+Options = Mapping[str, Sequence[Option]]
+"""By product; of each way the likeliest comes first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,26 +93,27 @@ class Kernels:
             self.wide_tokens if self.wide is not None else 0,
         )
 
-    def ways(self, tokens: int) -> list[Way]:
+    def options(self, tokens: int, shapes: Shapes) -> Options:
         """Those for so many tokens."""
-        found = [Way.LIBRARY]
-        if self.skinny is not None and tokens <= min(self.skinny_tokens, SKINNY_TOKENS):
-            found.append(Way.SKINNY)
-        if self.wide is not None and tokens <= self.wide_tokens:
-            found.append(Way.WIDE)
+        found = {name: [LIBRARY] for name in shapes}
+        for name, shape in shapes.items():
+            if self.skinny is not None and tokens <= min(self.skinny_tokens, SKINNY_TOKENS):
+                found[name].append(Option(Way.SKINNY))
+            if self.wide is not None and tokens <= self.wide_tokens:
+                found[name] += [Option(Way.WIDE, cut) for cut in likely_blocks(tokens, *shape)]
         return found
 
     def normed(
-        self, way: Way, h: torch.Tensor, ready: Normed | None, norm: RMSNorm, project: Linear,
+        self, option: Option, h: torch.Tensor, ready: Normed | None, norm: RMSNorm, project: Linear,
         *, silu: bool = False,
     ) -> torch.Tensor:  # fmt: skip
         """Norm of h [T, hidden] and product, then the gate. `ready`: what `added` gave with h."""
-        if way == Way.WIDE and self.wide is not None:
-            if ready is not None:
-                return self.wide(ready, project.weight, eps=norm.eps, bias=project.bias, silu=silu)
-            x = norm.forward(h)
-            return self.wide(x, project.weight, bias=project.bias, silu=silu)
-        if way == Way.SKINNY and self.skinny is not None:
+        if option.way == Way.WIDE and self.wide is not None:
+            x = norm.forward(h) if ready is None else ready
+            return self.wide(
+                x, project.weight, eps=norm.eps, bias=project.bias, silu=silu, blocks=option.cut
+            )
+        if option.way == Way.SKINNY and self.skinny is not None:
             return self.skinny(
                 h, project.weight, norm=norm.weight, eps=norm.eps, bias=project.bias, silu=silu
             )
@@ -98,17 +121,19 @@ class Kernels:
         return silu_and_mul(x) if silu else x
 
     def added(
-        self, way: Way, h: torch.Tensor, x: torch.Tensor, by: RowParallelLinear,
+        self, option: Option, h: torch.Tensor, x: torch.Tensor, by: RowParallelLinear,
         following: RMSNorm | None = None,
     ) -> Normed | None:  # fmt: skip
         """Add the product of x to h, on one rank. With `following`, the norm that comes next, its
         result for `normed`, if this way leaves it behind."""
-        if way == Way.WIDE and self.wide is not None:
+        if option.way == Way.WIDE and self.wide is not None:
             if following is not None:
-                return self.wide_add(h, x, by.weight, following.weight, bias=by.bias)
-            self.wide(x, by.weight, bias=by.bias, residual=h)
+                return self.wide_add(
+                    h, x, by.weight, following.weight, bias=by.bias, blocks=option.cut
+                )
+            self.wide(x, by.weight, bias=by.bias, residual=h, blocks=option.cut)
             return None
-        if way == Way.SKINNY and self.skinny is not None:
+        if option.way == Way.SKINNY and self.skinny is not None:
             self.skinny(x, by.weight, bias=by.bias, residual=h)
             return None
         add_product(h, x, by.weight)
@@ -126,52 +151,75 @@ class Choice:
     def __getitem__(self, tokens: int) -> Ways:
         return self._of[min(bisect.bisect_left(GROUPS, tokens), len(GROUPS) - 1)]
 
-    def restore(self, kept: object, ways: Callable[[int], Sequence[Way]]) -> bool:
-        """Take what `kept` gave at another start, if it fits the ways that there are now."""
-        try:
-            found = [
-                Ways(*(Way(kept[str(tokens)][name]) for name in NAMES))  # type: ignore[index]
-                for tokens in GROUPS
-            ]
-        except (KeyError, TypeError, ValueError):
-            return False
-        for tokens, one in zip(GROUPS, found, strict=True):
-            if not set(ways(tokens)).issuperset(getattr(one, name) for name in NAMES):
-                return False
-        self._of = found
-        return True
-
-    def kept(self) -> dict[str, dict[str, str]]:
-        """For `restore`."""
-        return {
-            str(tokens): {name: str(getattr(ways, name)) for name in NAMES}
-            for tokens, ways in self.chosen.items()
-        }
-
     @property
     def chosen(self) -> dict[int, Ways]:
         """By the groups' numbers of tokens."""
         return dict(zip(GROUPS, self._of, strict=True))
 
     def decide(
-        self, ways: Callable[[int], Sequence[Way]], seconds: Callable[[int, Ways], float]
+        self, options: Callable[[int], Options], seconds: Callable[[int, Ways], float]
     ) -> None:
         """Time a layer's products as they follow each other: each way for all of them, then, from
-        the fastest on, other ways for each product in turn."""
+        the fastest on, all other options for each product in turn."""
         for i, tokens in enumerate(GROUPS):
-            some = ways(tokens)
-            times = {Ways.all(way): seconds(tokens, Ways.all(way)) for way in some}
+            some = options(tokens)
+            times = {ways: seconds(tokens, ways) for ways in uniform(some)}
             best = min(times, key=times.__getitem__)
             shortest = times[best]
-            for name in NAMES if len(some) > 1 else ():
-                for way in some:
-                    other = replace(best, **{name: way})
-                    if other in times:
+            slow = {ways.qkv.way for ways, took in times.items() if took > HOPELESS * shortest}
+            for name in NAMES:
+                for option in some[name]:
+                    other = replace(best, **{name: option})
+                    if other in times or option.way in slow:
                         continue
                     times[other] = seconds(tokens, other)
                     if times[other] < CLEARLY * shortest:
                         best, shortest = other, times[other]
             self._of[i] = best
+
+    def kept(self) -> dict[str, dict[str, tuple[str, Blocks | None]]]:
+        """For `restore`, through JSON."""
+        return {
+            str(tokens): {
+                name: (str(getattr(ways, name).way), getattr(ways, name).cut) for name in NAMES
+            }
+            for tokens, ways in self.chosen.items()
+        }
+
+    def restore(self, kept: object, options: Callable[[int], Options]) -> bool:
+        """Take what `kept` gave at another start, if it is among the options that there are now."""
+        found = []
+        for tokens in GROUPS:
+            some = options(tokens)
+            try:
+                pairs = [kept[str(tokens)][name] for name in NAMES]  # type: ignore[index]
+                ways = [Option(Way(way), cut and Blocks(*cut)) for way, cut in pairs]
+            except (KeyError, TypeError, ValueError):
+                return False
+            if any(way not in some[name] for name, way in zip(NAMES, ways, strict=True)):
+                return False
+            found.append(Ways(*ways))
+        self._of = found
+        return True
+
+
+def uniform(options: Options) -> list[Ways]:
+    """Each way for all products, as far as it has all."""
+    found = []
+    for way in Way:
+        firsts = [next((o for o in options[name] if o.way == way), None) for name in NAMES]
+        if None not in firsts:
+            found.append(Ways(*firsts))  # type: ignore[arg-type]
+    return found
+
+
+def covering(options: Options) -> list[Ways]:
+    """Ways that have every option of every product once at least."""
+    most = max(len(some) for some in options.values())
+    return [
+        Ways(*(options[name][min(i, len(options[name]) - 1)] for name in NAMES))
+        for i in range(most)
+    ]
 
 
 def graph_seconds(calls: Sequence[Callable[[], object]]) -> float:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from minisgl.models import decoder
-from minisgl.models.products import Choice, Kernels, Way, Ways
+from minisgl.models.products import Choice, Kernels, Option, Way, Ways
 from minisgl_kernels import skinny_linear, wide_linear
 from minisgl_kernels.measured import Measured
 from minisgl_kernels.skinny_linear import skinny_linear_reference
@@ -20,7 +20,7 @@ KERNELS = Kernels(
     skinny=skinny_linear_reference, skinny_tokens=64, wide=wide_linear_reference,
     wide_add=wide_add_reference, wide_tokens=256,
 )  # fmt: skip
-L, S, W = Way
+L, S, W = (Option(way) for way in Way)
 
 
 class Always(Choice):
@@ -34,7 +34,7 @@ class Always(Choice):
 @pytest.mark.parametrize(
     "ways",
     [
-        Ways.all(S), Ways.all(W), Ways(L, L, L, S), Ways(L, S, S, S), Ways(S, L, S, L),
+        Ways(S, S, S, S), Ways(W, W, W, W), Ways(L, L, L, S), Ways(L, S, S, S), Ways(S, L, S, L),
         Ways(W, W, L, W), Ways(W, L, W, S), Ways(L, W, W, W),
     ],
 )  # fmt: skip
@@ -72,9 +72,9 @@ def test_ways_are_timed_over_some_layers_that_hand_on_to_each_other(
 
     monkeypatch.setattr(decoder, "graph_seconds", seconds)
     monkeypatch.setattr(decoder, "measured", lambda: Measured(tmp_path / "kept.json"))
-    assert set(model.choose_products().values()) == {Ways.all(W)}
+    assert {ways.down.way for ways in model.choose_products().values()} == {Way.WIDE}
     _, own, *_ = timed
     assert own == [False] + [True] * (len(own) - 1), "the first norm alone is computed for itself"
     del timed[:]
-    assert set(model.choose_products().values()) == {Ways.all(W)}
+    assert {ways.down.way for ways in model.choose_products().values()} == {Way.WIDE}
     assert not timed, "the next start reads what the first found"
