@@ -8,7 +8,7 @@ import ctypes
 import functools
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -146,7 +146,7 @@ class CpuDecoder:
         self._handle = lib.cpu_decoder_create(ctypes.byref(model))
         if not self._handle:
             raise MemoryError("not enough memory for the decoder's threads")
-        self._finalizer = weakref.finalize(self, lib.cpu_decoder_destroy, self._handle)
+        self._finalizer = _at_end(self, lib.cpu_decoder_destroy, self._handle)
         self._call = lib.cpu_decoder_step
         self._step = _Step()
         self._reference = ctypes.byref(self._step)
@@ -202,7 +202,7 @@ class CpuAttention:
         self._handle = lib.cpu_attention_create(heads, kv_heads, head_dim, isa, threads)
         if not self._handle:
             raise MemoryError("not enough memory for the threads of attention")
-        self._finalizer = weakref.finalize(self, lib.cpu_attention_destroy, self._handle)
+        self._finalizer = _at_end(self, lib.cpu_attention_destroy, self._handle)
         self._lib = lib
         self._planned: tuple[object, ...] = ()
 
@@ -230,6 +230,16 @@ class CpuAttention:
     def close(self) -> None:
         """End the threads."""
         self._finalizer()
+
+
+def _at_end(
+    of: object, destroy: Callable[[int], None], handle: int
+) -> "weakref.finalize[..., object]":
+    """Calls `destroy` when `of` is gone, but not when the process ends: another thread may then be
+    in the middle of a step."""
+    finalizer = weakref.finalize(of, destroy, handle)
+    finalizer.atexit = False
+    return finalizer
 
 
 def _set_requests(

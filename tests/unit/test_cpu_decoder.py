@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from minisgl import LLM, SamplingParams
-from minisgl.attention.base import Needs
-from minisgl.attention.registry import backend_names
+from minisgl.attention import cpu_backend
+from minisgl.attention.base import AttentionContext, Needs
+from minisgl.attention.registry import backend_names, make_backend
 from minisgl.config import UsageError
 from minisgl.engine.sampler import Sampler
 from minisgl.models.config import load_model_config
@@ -187,30 +188,37 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 
 
 @pytest.mark.parametrize(
-    "setting",
+    ("family", "setting"),
     [
-        {},
-        {"max_prefill_tokens": 9, "page_size": 4},
-        {"schedule": "mixed", "max_prefill_tokens": 9, "num_pages": 80, "reserve_tokens": 1},
-        {"overlap_scheduling": False, "cache_type": "naive"},
+        ("qwen3", {}),
+        ("qwen3", {"max_prefill_tokens": 9, "page_size": 4}),
+        (
+            "qwen3",
+            {"schedule": "mixed", "max_prefill_tokens": 9, "num_pages": 80, "reserve_tokens": 1},
+        ),
+        ("llama-tied", {"overlap_scheduling": False, "cache_type": "naive"}),
+        # Attention alone, between operators of torch.
+        ("qwen3-moe", {"attention_backend": "cpu"}),
+        ("llama-9-3", {"attention_backend": "cpu", "tensor_parallel_size": 2}),
     ],
-    ids=lambda s: "-".join(s) or "default",
 )
-def test_the_engine_takes_the_most_likely_tokens(setting: dict[str, object], tiny: Tiny) -> None:
+def test_the_engine_takes_the_most_likely_tokens(
+    family: str, setting: dict[str, object], tiny: Tiny
+) -> None:
     prompts = random_prompts(5, 40, 17, 40)
-    with LLM(tiny("qwen3"), dtype="bfloat16", **setting) as llm:  # type: ignore[arg-type]
-        assert llm.start_report["kernels"] in ISAS
+    with LLM(tiny(family), dtype="bfloat16", **setting) as llm:  # type: ignore[arg-type]
+        assert ("kernels" in llm.start_report) == ("attention_backend" not in setting)
         outputs = [list(o.token_ids) for o in llm.generate(prompts, GREEDY)]
     texts = [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
     first = 0
     for prompt, output, logits in zip(
-        prompts, outputs, reference_logits(tiny("qwen3"), texts), strict=True
+        prompts, outputs, reference_logits(tiny(family), texts), strict=True
     ):
         rows = logits[len(prompt) - 1 : -1]
         missed = rows.amax(1) - rows[torch.arange(len(output)), torch.tensor(output)]
         first += int((missed == 0).sum())
         assert (missed < 0.2 * rows.std(1)).all(), "not even nearly as likely as the first"
-    assert first > 0.9 * sum(map(len, outputs))
+    assert first > 0.8 * sum(map(len, outputs))
 
 
 def test_without_a_compiler_torch_computes_and_one_debug_line_says_why(
@@ -229,6 +237,20 @@ def test_without_a_compiler_torch_computes_and_one_debug_line_says_why(
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr.count("the CPU computes in torch operations: kernels are switched off") == 1
+
+
+def test_what_the_kernels_cannot_do_is_refused_when_they_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ctx = AttentionContext(
+        device=torch.device("cpu"), dtype=torch.bfloat16, num_qo_heads=2, num_kv_heads=1,
+        head_dim=24, page_size=1, max_running=4, max_seq_len=128,
+    )  # fmt: skip
+    with pytest.raises(UsageError, match="needs heads of a multiple of 16 dimensions, not 24"):
+        make_backend(("cpu",), ctx)
+    monkeypatch.setattr(cpu_backend, "cpu_decoder_available", lambda: False)
+    with pytest.raises(UsageError, match=r"needs a C\+\+ compiler .*; use torch"):
+        make_backend(("cpu",), ctx)
 
 
 def test_quantization_is_refused_where_torch_computes(tiny: Tiny) -> None:

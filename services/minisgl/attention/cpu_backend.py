@@ -11,8 +11,7 @@ import torch
 from minisgl.attention.base import AttentionBackend, AttentionContext, ForwardBatch
 from minisgl.config import UsageError
 from minisgl.kvcache.pool import KVPool
-from minisgl_kernels.build import KernelUnavailable
-from minisgl_kernels.cpu_decoder import CpuAttention
+from minisgl_kernels.cpu_decoder import DIM_STEP, CpuAttention, cpu_decoder_available
 from minisgl_kernels.cpu_matmul import chosen_isa
 
 
@@ -28,6 +27,16 @@ class CpuBackend(AttentionBackend):
 
     def __init__(self, ctx: AttentionContext) -> None:
         super().__init__(ctx)
+        if not cpu_decoder_available():
+            raise UsageError(
+                "--attention-backend cpu needs a C++ compiler (g++ 11 or later), and none works; "
+                "use torch"
+            )
+        if ctx.head_dim % DIM_STEP:
+            raise UsageError(
+                f"--attention-backend cpu needs heads of a multiple of {DIM_STEP} dimensions, not "
+                f"{ctx.head_dim}; use torch"
+            )
         self._attention: CpuAttention | None = None
 
     def prepare_metadata(self, batch: ForwardBatch) -> None:
@@ -43,10 +52,7 @@ class CpuBackend(AttentionBackend):
 
     def _make(self) -> CpuAttention:
         ctx = self.ctx
-        try:
-            return CpuAttention(
-                heads=ctx.num_qo_heads, kv_heads=ctx.num_kv_heads, head_dim=ctx.head_dim,
-                isa=chosen_isa(), threads=torch.get_num_threads(),
-            )  # fmt: skip
-        except KernelUnavailable as error:
-            raise UsageError(f"--attention-backend cpu: {error}; use torch") from None
+        return CpuAttention(
+            heads=ctx.num_qo_heads, kv_heads=ctx.num_kv_heads, head_dim=ctx.head_dim,
+            isa=chosen_isa(), threads=torch.get_num_threads(),
+        )  # fmt: skip
