@@ -270,6 +270,13 @@ __device__ int64_t place(const Inputs& in, int chunk, bool starts, int head) {
   return ((int64_t{chunk} * 2 + starts) * in.kv_heads + head) * GROUP;
 }
 
+// What the warp wrote before is seen before what it writes behind, and the same of reads.
+__device__ void fence() {
+#ifdef __CUDA_ARCH__
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+#endif
+}
+
 template <int N>
 __device__ void load_floats(float (&x)[N], const float* from) {
   if constexpr (N == 4) {
@@ -281,7 +288,7 @@ __device__ void load_floats(float (&x)[N], const float* from) {
 
 // Add up what the chunks of a request left, and write the result. A lane has kLaneDims dims.
 __device__ void combine(const Inputs& in, int index, int chunks, int head, int lane) {
-  constexpr int kAhead = (GROUP > 5 ? 16 : 24) / GROUP;  // parts whose loads are on their way
+  constexpr int kAhead = (GROUP > 3 ? 16 : 24) / GROUP;  // parts whose loads are on their way
   const int low = chunks >> 16, parts = (chunks & 0xffff) - low + 1;
   const auto at = [&](int part) {
     return static_cast<int>(place(in, low + part, part == 0, head));
@@ -294,12 +301,32 @@ __device__ void combine(const Inputs& in, int index, int chunks, int head, int l
 #pragma unroll
     for (int d = 0; d < kLaneDims; ++d) acc[g][d] = 0.f;
   }
+  float x[kAhead][GROUP][kLaneDims];
+  const auto load_parts = [&](int from, int until) {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const bool any = from + i < until;
+      const float* part = in.partial + at(any ? from + i : 0) * HEAD_DIM + lane * kLaneDims;
+#pragma unroll
+      for (int g = 0; g < GROUP; ++g) {
+#pragma unroll
+        for (int d = 0; d < kLaneDims; ++d) x[i][g][d] = 0.f;
+        if (any) load_floats(x[i][g], part + g * HEAD_DIM);
+      }
+    }
+  };
   for (int base = 0; base < parts; base += 32) {
     const int here = min(32, parts - base);
+    float2 stats[GROUP];
 #pragma unroll
     for (int g = 0; g < GROUP; ++g) {
-      float2 stat = {-INFINITY, 0.f};
-      if (lane < here) stat = __ldcg(in.stats + at(base + lane) + g);
+      stats[g] = {-INFINITY, 0.f};
+      if (lane < here) stats[g] = __ldcg(in.stats + at(base + lane) + g);
+    }
+    load_parts(base, base + here);  // they do not wait for each other
+#pragma unroll
+    for (int g = 0; g < GROUP; ++g) {
+      const float2 stat = stats[g];
       float best = fmaxf(stat.x, top[g]);
 #pragma unroll
       for (int step = 1; step < 32; step *= 2) {
@@ -313,14 +340,7 @@ __device__ void combine(const Inputs& in, int index, int chunks, int head, int l
       top[g] = best;
     }
     for (int part = 0; part < here; part += kAhead) {
-      float x[kAhead][GROUP][kLaneDims] = {};
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        if (part + i >= here) continue;
-        const float* from = in.partial + at(base + part + i) * HEAD_DIM + lane * kLaneDims;
-#pragma unroll
-        for (int g = 0; g < GROUP; ++g) load_floats(x[i][g], from + g * HEAD_DIM);
-      }
+      if (part > 0) load_parts(base + part, base + here);
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
 #pragma unroll
@@ -571,14 +591,15 @@ __global__ void attention(const __grid_constant__ Inputs in) {
           if (lane < 4 && j < 2) __stcg(in.stats + at + g, make_float2(top[j], sum[j]));
         }
       }
-      __threadfence();
       __syncwarp();
+      fence();
       int before = 0;
       int* const arrived = in.arrived + int64_t{index} * in.kv_heads + head;
       if (lane == 0) before = atomicAdd(arrived, 1);
       before = __shfl_sync(kAll, before, 0);
       if (before == (request.chunks & 0xffff) - (request.chunks >> 16)) {
-        __threadfence();
+        fence();
+        __syncwarp();
         if (lane == 0) *arrived = 0;
         combine(in, index, request.chunks, head, lane);
       }
