@@ -174,8 +174,8 @@ def _check(args: argparse.Namespace) -> None:
         refused += ["prompt_tokens", "output_tokens", "request_rate"]
     for name in refused:
         if getattr(args, name) is not None:
-            flag, of = "--" + name.replace("_", "-"), f"--trace {args.trace}"
-            raise UsageError(f"{flag} does not go with {of}, which says that itself: leave it out")
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"{flag} does not go with --trace {args.trace}: leave it out")
 
 
 def _arrivals(args: argparse.Namespace) -> list[Arrival]:
