@@ -86,7 +86,7 @@ def ending(survey: Survey, life: Life, decided: float) -> Ending | None:
             return Ending(failure, f"group {life.index}: {why}", counts=False)
     for pod in life.pods:
         evicted = pod.disrupted
-        if pod.phase == "Failed":
+        if pod.phase == "Failed" and not pod.killed:
             status: Manifest = pod.manifest.get("status") or {}
             reason = re.sub(r"\W", "", status.get("reason") or "") or "PodFailed"
             why = first_line(status.get("message") or "") or "its pod has failed"

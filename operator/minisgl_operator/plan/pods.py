@@ -80,6 +80,15 @@ class Pod:
         """UID of its controller."""
         return controller(self.manifest)
 
+    @property
+    def killed(self) -> bool:
+        """Whether somebody deleted it, and its ranks did not end well within its grace.
+
+        Only then does a pod fail for which the kubelet has no reason; its StatefulSet makes it
+        again."""
+        reason = (self.manifest.get("status") or {}).get("reason")
+        return self.phase == "Failed" and self.deleting is not None and not reason
+
     def stuck(self, wall: float) -> bool:
         """Whether it hangs Terminating."""
         return self.deleting is not None and wall > self.deleting + STUCK_SECONDS

@@ -208,6 +208,18 @@ def test_a_failed_pod_ends_its_group_and_is_told() -> None:
     assert failure["reason"] == "Evicted" and "low on memory" in failure["message"]
 
 
+def test_a_pod_that_somebody_deleted_and_whose_grace_ran_out_is_no_failure_of_the_group() -> None:
+    made = world()
+    pod = made.rank_pods()[0]
+    made.terminate(pod)
+    # The kubelet's last word before the pod goes: killed while it still computed for somebody.
+    pod["status"]["phase"] = "Failed"
+    made.operate()
+    made.run(40)
+    assert pod not in made.rank_pods() and made.status["readyReplicas"] == 1
+    assert list(made.sets()) == ["llm-g0-1"] and made.status["groupRestarts"] == 0
+
+
 def test_a_failed_pod_is_deleted_where_the_policy_leaves_the_group() -> None:
     made = world(failurePolicy={"restartPolicy": "None"})
     fail(made)
