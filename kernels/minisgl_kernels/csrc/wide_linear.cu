@@ -113,59 +113,7 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   wait_for_previous();
 
-  float sum[TOKENS / 2];
-  if (warp == kWarps) {
-    if (lane == 0) {
-      publish_memory();  // x, which the kernel before may have written
-      for (int i = 0; i < ahead; ++i) copy_tokens(i, i);
-    }
-    __syncwarp();
-    if (of.squares != nullptr) {
-      for (int j = lane; j < mine; j += 32) {
-        const int64_t token = first_token + rank + j * SPLIT;
-        const float* from = of.squares + token * of.parts;
-        float all = 0.0f;
-        for (int i = 0; i < of.parts; ++i) all += from[i];
-        scales[j] = rsqrtf(all / of.k + of.eps);
-      }
-    }
-    __syncwarp();
-    if (lane == 0) {
-      uint32_t parity = 0;
-      for (int i = ahead, stage = 0; i < count; ++i) {
-        wait_barrier(empty + stage * 8, parity);
-        copy_weights(i, stage);
-        copy_tokens(i, stage);
-        if (++stage == of.stages) stage = 0, parity ^= 1;
-      }
-    }
-    __syncwarp();
-  } else {
-#pragma unroll
-    for (int i = 0; i < TOKENS / 2; ++i) sum[i] = 0.0f;
-    const uint32_t rows_of_group = warp / 4 % GROUPS * 64 * kRowBytes;
-    const int way = warp / (4 * GROUPS);
-    uint32_t parity = 0;
-    for (int i = way, stage = way, before = 0; i < count; i += WAYS) {
-      wait_barrier(full + stage * 8, parity);
-      const uint64_t a = operand(start + stage * kStageBytes + rows_of_group);
-      const uint64_t b = operand(start + stage * kStageBytes + kRows * kRowBytes);
-      begin_products();
-#pragma unroll
-      for (int part = 0; part < kChunk / 16; ++part) {
-        multiply<TOKENS / 8>(sum, a + 2 * part, b + 2 * part);
-      }
-      end_products();
-      wait_products<1>();
-      if (i >= WAYS && i - WAYS + of.stages < count && lane == 0) arrive(empty + before * 8);
-      before = stage;
-      stage += WAYS;
-      if (stage >= of.stages) stage -= of.stages, parity ^= 1;
-    }
-    wait_products<0>();
-  }
-
-  // Loads that need no sum, while the block's other warps end.
+  // What the end needs beside the sums is loaded before them.
   using Four = Vec<T, 4>;
   const int stored = MODE == 2 ? half : of.rows;
   const int piece = threadIdx.x % kPieces, slot = threadIdx.x / kPieces;
@@ -178,15 +126,69 @@ __global__ void __launch_bounds__(kThreads)
     return token * stored + row;
   };
   Four bias = {}, weights = {}, before[kEarly] = {};
-  if (slot < kPass && row < stored) {
-    if (MODE != 2 && of.bias != nullptr) bias = Four::load(of.bias + row);
-    if (MODE == 1 && of.next_norm != nullptr) weights = Four::load(of.next_norm + row);
-  }
-  if (MODE == 1) {
-#pragma unroll
-    for (int turn = 0; turn < kEarly; ++turn) {
-      if (valid(turn)) before[turn] = Four::load(of.out + place(turn));
+  auto load_early = [&]() {
+    if (slot < kPass && row < stored) {
+      if (MODE != 2 && of.bias != nullptr) bias = Four::load(of.bias + row);
+      if (MODE == 1 && of.next_norm != nullptr) weights = Four::load(of.next_norm + row);
     }
+    if (MODE == 1) {
+#pragma unroll
+      for (int turn = 0; turn < kEarly; ++turn) {
+        if (valid(turn)) before[turn] = Four::load(of.out + place(turn));
+      }
+    }
+  };
+
+  float sum[TOKENS / 2];
+  if (warp == kWarps) {
+    if (lane == 0) {
+      publish_memory();  // x, which the kernel before may have written
+      for (int i = 0; i < ahead; ++i) copy_tokens(i, i);
+      uint32_t parity = 0;
+      for (int i = ahead, stage = 0; i < count; ++i) {
+        wait_barrier(empty + stage * 8, parity);
+        copy_weights(i, stage);
+        copy_tokens(i, stage);
+        if (++stage == of.stages) stage = 0, parity ^= 1;
+      }
+    }
+    __syncwarp();
+    load_early();
+  } else {
+    load_early();
+    if (of.squares != nullptr) {  // while the first tokens come: four lanes a token
+      for (int begin = warp * 8; begin < mine; begin += kWarps * 8) {
+        const int j = begin + lane / 4 < mine ? begin + lane / 4 : mine - 1;
+        const int64_t token = first_token + rank + j * SPLIT;
+        float all = 0.0f;
+#pragma unroll 4
+        for (int i = lane % 4; i < of.parts; i += 4) all += of.squares[token * of.parts + i];
+        all = group_sum<4>(all);
+        if (lane % 4 == 0) scales[j] = rsqrtf(all / of.k + of.eps);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; ++i) sum[i] = 0.0f;
+    const uint32_t rows_of_group = warp / 4 % GROUPS * 64 * kRowBytes;
+    const int way = warp / (4 * GROUPS);
+    uint32_t parity = 0;
+    for (int i = way, stage = way, last = 0; i < count; i += WAYS) {
+      wait_barrier(full + stage * 8, parity);
+      const uint64_t a = operand(start + stage * kStageBytes + rows_of_group);
+      const uint64_t b = operand(start + stage * kStageBytes + kRows * kRowBytes);
+      begin_products();
+#pragma unroll
+      for (int part = 0; part < kChunk / 16; ++part) {
+        multiply<TOKENS / 8>(sum, a + 2 * part, b + 2 * part);
+      }
+      end_products();
+      wait_products<1>();
+      if (i >= WAYS && i - WAYS + of.stages < count && lane == 0) arrive(empty + last * 8);
+      last = stage;
+      stage += WAYS;
+      if (stage >= of.stages) stage -= of.stages, parity ^= 1;
+    }
+    wait_products<0>();
   }
   __syncthreads();  // all of the ring has been read: sums take its place
 
