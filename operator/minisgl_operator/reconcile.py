@@ -243,7 +243,7 @@ class Task:
         pods = []
         for one in self._cache.of_instance(self._namespace, self._name):
             if one["kind"] == "Pod":
-                if (one["metadata"].get("labels") or {}).get(names.OBJECT_UID) == obj.uid:
+                if _is_pod_of(one, obj):
                     pods.append(one)
             elif belongs(one, obj):
                 live[Key.of(one)] = one
@@ -508,6 +508,15 @@ def belongs(child: Manifest, obj: MiniSGLang) -> bool:
     ours = names.common(obj)
     del ours[names.OBJECT_UID]  # an orphan carries that of its former object
     return all(labels.get(k) == v for k, v in ours.items())
+
+
+def _is_pod_of(pod: Manifest, obj: MiniSGLang) -> bool:
+    """Whether a pod is this object's. One of ranks may have lost the label, and its controller
+    with it, and still hold the name that its set needs."""
+    labels = pod["metadata"].get("labels") or {}
+    uid = labels.get(names.OBJECT_UID)
+    lost = uid is None and labels.get(names.COMPONENT) == "rank" and controller(pod) is None
+    return lost or uid == obj.uid
 
 
 def _specified(found: Manifest) -> object:

@@ -131,3 +131,20 @@ async def test_an_object_that_cannot_be_reconciled_says_so_once() -> None:
     assert (event["type"], event["reason"]) == ("Warning", "ReconcileFailed")
     assert event["involvedObject"]["uid"] == UID
     assert "Expected `str`, got `int`" in event["message"]
+
+
+async def test_a_rank_pod_that_lost_its_label_and_its_set_is_still_the_objects() -> None:
+    async with acting(Server()) as task:
+        labels = {
+            "app.kubernetes.io/managed-by": names.MANAGER, "app.kubernetes.io/instance": "qwen",
+        }  # fmt: skip
+        for name, more in (
+            ("lost", {names.COMPONENT: "rank"}),
+            ("other", {names.COMPONENT: "rank", names.OBJECT_UID: "another"}),
+            ("gateway", {names.COMPONENT: "gateway"}),
+            ("own", {names.OBJECT_UID: UID}),
+        ):
+            metadata = {"name": name, "namespace": "models", "labels": labels | more}
+            task._cache.put({"kind": "Pod", "metadata": metadata}, tell=False)
+        found = await task._observe(observe(SPEC).obj)
+    assert [pod["metadata"]["name"] for pod in found.pods] == ["lost", "own"]

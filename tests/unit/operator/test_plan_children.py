@@ -93,6 +93,19 @@ def test_failed_pods_of_deployments_are_deleted_and_those_of_jobs_are_not() -> N
     assert gone == [failed["metadata"]["name"]]
 
 
+@pytest.mark.parametrize("label", [names.GROUP_INDEX, names.EPOCH, names.COMPONENT])
+def test_a_pod_whose_set_let_go_of_it_goes_as_it_holds_a_name_that_the_set_needs(
+    label: str,
+) -> None:
+    made = world(replicas=2)
+    pod = made.rank_pods()[0]
+    del pod["metadata"]["labels"][label]
+    assert not [a for a in planned(made).actions if isinstance(a, DeletePod)]
+    pod["metadata"]["ownerReferences"] = []  # the set's controller does that
+    (action,) = (a for a in planned(made).actions if isinstance(a, DeletePod))
+    assert action.name == pod["metadata"]["name"] and "needs its name" in action.why
+
+
 def test_suspending_lets_streams_end_first_and_takes_redis_away_last() -> None:
     made = world(replicas=2)
     order: list[str] = []
