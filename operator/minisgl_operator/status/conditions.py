@@ -188,6 +188,8 @@ def _progressing(survey: Survey, found: list[Trouble]) -> Condition:
     old = [life for life in lives if life.revision != survey.desired.revision]
     if len(lives) != wanted or (draining and len(survey.groups) > len(lives)):
         reason, text = "Scaling", f"from {len(lives)} to {wanted} groups"
+        if len(lives) == wanted:
+            text = f"{len(survey.groups) - wanted} groups that are not wanted any more end"
     elif old:
         done = len(lives) - len(old)
         reason = "RollingOut"

@@ -57,6 +57,15 @@ def test_an_object_that_serves() -> None:
     assert first["incarnation"] == "0123456789abcdef"
 
 
+def test_a_group_that_ends_is_no_scaling_from_a_number_to_the_same() -> None:
+    made = world(replicas=2)
+    made.change(replicas=0)
+    made.operate()
+    text = message(made.status, "Progressing")
+    assert text == "2 groups that are not wanted any more end"
+    assert conditions(made.status)["Progressing"] == ("True", "Scaling")
+
+
 def test_h52_ready_waits_for_a_group_of_this_generation() -> None:
     made = world(replicas=2, rolloutStrategy={"maxUnavailable": 1})
     made.change(image="good:2")
