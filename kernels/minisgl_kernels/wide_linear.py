@@ -84,9 +84,9 @@ def max_tokens() -> int:
     return min(int(text), MAX_TOKENS)
 
 
-def computes(rows: int, k: int, *, silu: bool = False) -> bool:
+def computes(rows: int, k: int, mode: int = _STORE) -> bool:
     """Whether there is a kernel for weights [rows, k]."""
-    return k % K_STEP == 0 and rows % (16 if silu else 8) == 0
+    return k % K_STEP == 0 and rows % (16 if mode == _SILU else 8) == 0
 
 
 def wide_linear_reference(
@@ -152,9 +152,9 @@ def _call(
 ) -> tuple[torch.Tensor, Normed | None]:  # fmt: skip
     tokens, k = x.shape
     rows = weight.shape[0]
-    if tokens > MAX_TOKENS or x.dtype != torch.bfloat16 or not computes(rows, k, silu=silu):
-        raise KernelUnavailable(f"wide_linear has no kernel for {tokens} rows of {k} {x.dtype}")
     mode = _SILU if silu else _ADD if residual is not None else _STORE
+    if tokens > MAX_TOKENS or x.dtype != torch.bfloat16 or not computes(rows, k, mode):
+        raise KernelUnavailable(f"wide_linear has no kernel for {tokens} rows of {k} {x.dtype}")
     cut = blocks or shape_of_blocks(rows, k, -(-tokens // TILE) * TILE, mode)
     out = x.new_empty((tokens, rows // 2 if silu else rows)) if residual is None else residual
     ready = None

@@ -103,7 +103,7 @@ def _compiled() -> None:
 @pytest.mark.parametrize(("rows", "k"), SHAPES)
 def test_every_variant_is_its_reference(rows: int, k: int, tokens: int) -> None:
     for option, mode in MODES.items():
-        if computes(rows, k, silu=mode == 2):
+        if computes(rows, k, mode):
             check(tokens, rows, k, option)
 
 

@@ -23,6 +23,7 @@ from minisgl_kernels.wide_linear import (
     Normed,
     WideAdd,
     WideLinear,
+    computes,
     likely_blocks,
     wide_add,
 )
@@ -99,7 +100,7 @@ class Kernels:
         for name, shape in shapes.items():
             if self.skinny is not None and tokens <= min(self.skinny_tokens, SKINNY_TOKENS):
                 found[name].append(Option(Way.SKINNY))
-            if self.wide is not None and tokens <= self.wide_tokens:
+            if self.wide is not None and tokens <= self.wide_tokens and computes(*shape):
                 found[name] += [Option(Way.WIDE, cut) for cut in likely_blocks(tokens, *shape)]
         return found
 
