@@ -358,7 +358,7 @@ NOT_OURS = {
     "ErrImageNeverPull", "ErrImagePull", "ImageInspectError", "InvalidImageName",
     "RegistryUnavailable", "CreateContainerError", "RunContainerError", "FailedMapVolume",
     "PreemptionByScheduler", "DeletionByTaintManager", "DisruptionTarget", "PodScheduled",
-    "ReplicaFailure", "Initialized", "Running", "Memory", "Socket", "TCP",
+    "ReplicaFailure", "Initialized", "Running", "Completed", "Memory", "Socket", "TCP",
 }  # fmt: skip
 """Words of the kubelet, of the controllers and of NCCL, which are read and not shown."""
 
@@ -396,8 +396,9 @@ KUBERNETES_WORDS = {"CrashLoopBackOff", "Gateway", "IngressClass", "MiniSGLang",
 NOT_OUR_WORDS = (
     'no matches for kind "MiniSGLang"', 'unknown field "spec', 'violates PodSecurity "',
     "unbound immediate PersistentVolumeClaims", "exceeded quota", "field not declared in schema",
+    "Bad file format reading the append only file",
 )  # fmt: skip
-"""What kubectl, the API server and the scheduler say."""
+"""What kubectl, the API server, the scheduler and Redis say."""
 
 
 @cache
