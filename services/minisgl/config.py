@@ -132,7 +132,12 @@ class EngineConfig:
         0, "seed of dummy weights; with `generate` and `LLM` also of requests that give none"
     )
     device: str = flag("auto", "auto: a GPU if there is one", choices=("auto", "cpu", "cuda"))
-    quantization: str = flag("none", "type of the stored weights", choices=("none", "int8"))
+    quantization: str = flag(
+        "none",
+        "int8: weights of 8 bits, made when the model is loaded; with --device cpu and --dtype "
+        "bfloat16, on one rank, for models without experts",
+        choices=("none", "int8"),
+    )
     fake_engine: bool = flag(False, "compute nothing: arbitrary tokens at once, to time the rest")
     fake_step_seconds: float = flag(
         0.0, "with --fake-engine: time that a step takes, in seconds; 0: none"
