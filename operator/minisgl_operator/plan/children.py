@@ -86,9 +86,8 @@ def _why(survey: Survey, pod: Pod, held: set[object]) -> str:
         if pod.node in survey.lost:
             return f"node {pod.node} is lost: {survey.lost[pod.node]}"
         return "it has failed" if pod.phase == "Failed" else ""
-    kept = survey.observed.live.get(Key("StatefulSet", pod.name.rpartition("-")[0]))
-    if kept is not None and pod.owner is None:  # somebody has changed its labels
-        return f"StatefulSet {kept['metadata']['name']} has let go of it and needs its name"
+    if survey.let_go(pod) is not None:
+        return "its set has let go of it, as somebody has changed its labels"
     if pod.index is None:
         return ""  # a Job counts its pods, failed ones too
     current = survey.current.get(pod.index)

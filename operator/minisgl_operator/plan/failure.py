@@ -84,6 +84,13 @@ def ending(survey: Survey, life: Life, decided: float) -> Ending | None:
             why = f"node {pod.node} is lost: {survey.lost[pod.node]}"
             failure = _of_pod(survey, pod, wall, "NodeLost", why)
             return Ending(failure, f"group {life.index}: {why}", counts=False)
+    for pod in survey.pods:
+        if pod.deleting is None and survey.let_go(pod) == life.set:
+            why = "its set has let go of it, as somebody has changed its labels"
+            failure = _of_pod(survey, pod, wall, "LabelsChanged", why)
+            # The set's controller could not make it again for as long as it is there, and then
+            # might not try for many minutes.
+            return Ending(failure, f"group {life.index}: pod {pod.name}: {why}", counts=False)
     for pod in life.pods:
         evicted = pod.disrupted
         if pod.phase == "Failed" and not pod.killed:

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Literal
 
 from minisgl_operator import names
-from minisgl_operator.observed import Desired, Manifest, Observed, Worker
+from minisgl_operator.observed import Desired, Key, Manifest, Observed, Worker
 from minisgl_operator.plan.memory import Memory
 from minisgl_operator.plan.nodes import lost_nodes
 from minisgl_operator.plan.pods import STUCK_SECONDS, Pod, controller
@@ -218,6 +218,12 @@ class Survey:
         """Whether it `serves`, and is heard as well: what the status calls serving. Whether it is
         to be replaced is no matter of what an operator does not hear."""
         return self.serves(life) and not any(self.unheard(pod) for pod in life.pods)
+
+    def let_go(self, pod: Pod) -> Manifest | None:
+        """The set whose pod this was by its name, if its labels are no longer what the set selects.
+        It holds that name still."""
+        held = self.observed.live.get(Key("StatefulSet", pod.name.rpartition("-")[0]))
+        return held if pod.owner is None else None
 
     def silent_since(self, life: Life) -> float | None:
         """Since when a life that could serve does not, at the latest; None if it cannot yet."""

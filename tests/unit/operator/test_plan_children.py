@@ -94,16 +94,20 @@ def test_failed_pods_of_deployments_are_deleted_and_those_of_jobs_are_not() -> N
 
 
 @pytest.mark.parametrize("label", [names.GROUP_INDEX, names.EPOCH, names.COMPONENT])
-def test_a_pod_whose_set_let_go_of_it_goes_as_it_holds_a_name_that_the_set_needs(
-    label: str,
-) -> None:
+def test_a_pod_whose_set_let_go_of_it_is_replaced_with_its_group(label: str) -> None:
+    """The set cannot make it again: the name is taken."""
     made = world(replicas=2)
     pod = made.rank_pods()[0]
     del pod["metadata"]["labels"][label]
-    assert not [a for a in planned(made).actions if isinstance(a, DeletePod)]
-    pod["metadata"]["ownerReferences"] = []  # the set's controller does that
-    (action,) = (a for a in planned(made).actions if isinstance(a, DeletePod))
-    assert action.name == pod["metadata"]["name"] and "needs its name" in action.why
+    pod["metadata"]["ownerReferences"] = [{"uid": "nobody"}]  # the controller of sets does that
+    plan = planned(made)
+    (action,) = (a for a in plan.actions if isinstance(a, DeletePod))
+    assert action.name == pod["metadata"]["name"] and "let go of it" in action.why
+    assert "llm-g0-2" in applied(plan)
+    made.operate()
+    made.run(60)
+    assert {g["index"]: g["epoch"] for g in made.status["groups"]} == {0: 2, 1: 1}
+    assert made.status["groups"][0]["lastFailure"]["reason"] == "LabelsChanged"
 
 
 def test_suspending_lets_streams_end_first_and_takes_redis_away_last() -> None:
