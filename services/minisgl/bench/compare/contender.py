@@ -145,7 +145,7 @@ def run_command(command: Sequence[str], environment: Mapping[str, str], seconds:
             text=True,
             errors="replace",
             env={**os.environ, **environment},
-            start_new_session=True,  # so that its children can be killed with it
+            process_group=0,  # so that its children can be killed with it
             preexec_fn=follow,
         )
     except OSError as error:
