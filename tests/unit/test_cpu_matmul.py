@@ -279,7 +279,7 @@ static int check(Isa isa, Stored stored, bool gated, Then then, int64_t m, int64
     lane.thread = plain.thread = thread;
     lane.threads = plain.threads = 2;
     lane.isa = isa;
-    matmul(packed, x.data() + 1, k, m, {then, out.data(), outputs}, lane);
+    matmul(packed, x.data() + 1, k, m, {then, out.data(), outputs}, lane, &packed);
     matmul(packed, x.data() + 1, k, m, {then, expected.data(), outputs}, plain);
   }
   for (int64_t i = 0; i < m * outputs; ++i) {

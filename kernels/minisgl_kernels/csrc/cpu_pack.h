@@ -73,12 +73,17 @@ constexpr int64_t packed_row(int64_t row, int64_t outputs, bool gated) {
 // `weight` [outputs, inputs] row by row, to `data` of blocks * block_bytes.
 inline void pack_bf16(const bf16* weight, int64_t outputs, int64_t inputs, bool gated, bf16* data) {
   const int64_t k = padded_inputs(inputs, Stored::bf16), blocks = blocks_of(outputs, gated);
-  memset(data, 0, blocks * kBlock * k * sizeof(bf16));
-  for (int64_t at = 0; at < blocks * kBlock; ++at) {
-    const int64_t row = source_row(at, outputs, gated);
-    bf16* to = data + at / kBlock * kBlock * k + at % kBlock * 2;
-    for (int64_t i = 0; row >= 0 && i < inputs; ++i) {
-      to[i / 2 * 2 * kBlock + i % 2] = weight[row * inputs + i];
+  for (int64_t block = 0; block < blocks; ++block, data += kBlock * k) {
+    memset(data, 0, kBlock * k * sizeof(bf16));
+    for (int64_t j = 0; j < kBlock; ++j) {
+      const int64_t row = source_row(block * kBlock + j, outputs, gated);
+      if (row < 0) continue;
+      const bf16* const from = weight + row * inputs;
+      bf16* to = data + 2 * j;  // in the first cache by now
+      for (int64_t i = 0; i + 1 < inputs; i += 2, to += 2 * kBlock) {
+        memcpy(to, from + i, 2 * sizeof(bf16));
+      }
+      if (inputs % 2 != 0) *to = from[inputs - 1];
     }
   }
 }
