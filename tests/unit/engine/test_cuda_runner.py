@@ -8,14 +8,14 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 
 from minisgl import LLM, SamplingParams
-from minisgl.attention.base import AttentionBackend, ForwardBatch
+from minisgl.attention.base import AttentionBackend, ForwardBatch, Turn
 from minisgl.attention.torch_backend import TorchBackend
 from minisgl.engine import engine as engine_
 from minisgl.engine.cuda import CudaRunner
@@ -32,6 +32,9 @@ from minisgl.engine.step_arrays import (
     token_fields,
 )
 from minisgl.engine.tables import Tables
+from minisgl.kvcache.pool import KVPool
+from minisgl.models.decoder import Rope
+from minisgl_kernels.qk_rope_store import qk_rope_store_reference
 from tests.tiny import build_tiny
 
 CPU = torch.device("cpu")
@@ -88,6 +91,25 @@ class CapturedTorch(TorchBackend):
 
     def capture_metadata(self, batch: ForwardBatch) -> None:
         self.prepare_metadata(batch)
+
+
+class FusedTorch(CapturedTorch):
+    """Turns queries and keys itself in steps of few tokens."""
+
+    fuses = 3
+    calls: ClassVar[int] = 0
+
+    def forward_qkv(
+        self, qkv: torch.Tensor, turn: Turn, layer: int, pool: KVPool, batch: ForwardBatch
+    ) -> torch.Tensor:
+        type(self).calls += 1
+        k, v = pool.k(layer), pool.v(layer)
+        queries = qkv.shape[1] // k.shape[2] - 2 * k.shape[1]
+        q = qk_rope_store_reference(
+            qkv, turn.q_weight, turn.k_weight, turn.eps, turn.table, batch.positions,
+            batch.out_loc, k, v, queries, k.shape[1],
+        )  # fmt: skip
+        return self.forward(q, layer, pool, batch)
 
 
 @pytest.fixture
@@ -198,6 +220,20 @@ def test_a_device_is_busy_for_the_time_of_the_steps_that_were_read(
         llm.generate(_prompts(), PARAMS)
         queued = len(steps) - 1  # the last turn of the loop only reads
         assert runner.busy == pytest.approx(queued * STEP_SECONDS) and queued > 3
+
+
+def test_a_backend_that_turns_queries_and_keys_itself_gives_the_same_tokens(
+    tiny: Path, expected: list[Any], cuda_on_cpu: list[CudaRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class WithTable(Rope):
+        def __init__(self, rotary: Any, table: None, *rest: Any) -> None:
+            super().__init__(rotary, rotary.table(256), *rest)
+
+    monkeypatch.setattr("minisgl.models.decoder.Rope", WithTable)
+    monkeypatch.setattr(sys.modules[__name__], "CapturedTorch", FusedTorch)
+    with LLM(tiny, dtype="float32") as llm:
+        assert _generate(llm) == expected
+    assert FusedTorch.calls
 
 
 def test_more_table_writes_than_a_block_holds_go_in_pieces(
