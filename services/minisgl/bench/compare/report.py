@@ -66,11 +66,11 @@ def ratio_table(rows: Sequence[dict[str, Any]], ours: str) -> str:
 def phase_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Milliseconds of each phase of the CPU kernels, in a step of each cell, and their sum."""
     names = list(rows[0]["seconds"])
-    columns = "".join(f"{name:>{max(9, len(name) + 2)}}" for name in (*names, "all"))
+    columns = "".join(f"{name:>{max(11, len(name) + 2)}}" for name in (*names, "all"))
     lines = [f"{'ms':<8}{'batch':>6}{'prompt':>8}{columns}"]
     for row in sorted(rows, key=lambda row: PHASES.index(row["phase"])):
         values = {**row["seconds"], "all": sum(row["seconds"].values())}
-        cells = "".join(f"{1e3 * v:>{max(9, len(k) + 2)},.3f}" for k, v in values.items())
+        cells = "".join(f"{1e3 * v:>{max(11, len(k) + 2)},.3f}" for k, v in values.items())
         lines.append(f"{row['phase']:<8}{row['batch']:>6}{row['prompt_tokens']:>8}{cells}")
     return "\n".join(lines)
 
