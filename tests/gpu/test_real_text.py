@@ -33,7 +33,7 @@ def test_a_real_model_writes_on_a_gpu_what_it_writes_in_float32() -> None:
     params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
     results = []
     for options in (
-        {"device": "cpu", "dtype": "float32"},
+        {"device": "cpu", "dtype": "float32", "attention_backend": "torch"},
         {"device": "cuda", "dtype": "bfloat16"},
         {"device": "cuda", "dtype": "float16"},
     ):
