@@ -169,6 +169,7 @@ _ALIVE = """\
 read up rest < /proc/uptime
 count=0
 for file in {health}/live*; do
+  [ -e "$file" ] || {{ echo "it has not begun to work yet"; exit 1; }}
   read turn < "$file" && [ $((${{up%%.*}} - turn)) -le {seconds} ] || exit 1
   count=$((count + 1))
 done
@@ -176,7 +177,7 @@ done
 _SERVES = """\
 count=0
 for file in {health}/ready*; do
-  [ -e "$file" ] || exit 1
+  [ -e "$file" ] || {{ echo "it does not serve yet, or drains"; exit 1; }}
   count=$((count + 1))
 done
 [ $count -ge {workers} ] || exit 1
