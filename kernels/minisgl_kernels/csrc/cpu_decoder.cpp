@@ -123,10 +123,11 @@ class Decoder {
     clock.end(kEmbed);
     for (int64_t l = 0; l < model_.layers; ++l) {
       const LayerWeights& w = layers_[l];
+      const Packed& next = l + 1 < model_.layers ? layers_[l + 1].qkv : model_.head;
       bf16* const keys = step.keys + l * step.layer_stride;
       bf16* const values = step.values + l * step.layer_stride;
       const bf16* x = normal(h_, w.input_norm, m, lane);
-      matmul(w.qkv, x, hidden_stride(), m, {Then::store, qkv_, qkv_stride()}, lane);
+      matmul(w.qkv, x, hidden_stride(), m, {Then::store, qkv_, qkv_stride()}, lane, &w.o);
       team_.barrier();
       clock.end(kQkv);
       const PagedAttention::Claim claim = attention_.claim(keys, values, lane);
@@ -137,14 +138,14 @@ class Decoder {
       team_.barrier();
       clock.end(kAttend);
       if (lane.thread == 0) attention_.restart();
-      matmul(w.o, heads_, heads_stride(), m, {Then::add, h_, hidden_stride()}, lane);
+      matmul(w.o, heads_, heads_stride(), m, {Then::add, h_, hidden_stride()}, lane, &w.gate_up);
       team_.barrier();
       clock.end(kO);
       x = normal(h_, w.post_norm, m, lane);
-      matmul(w.gate_up, x, hidden_stride(), m, {Then::silu, wide_, wide_stride()}, lane);
+      matmul(w.gate_up, x, hidden_stride(), m, {Then::silu, wide_, wide_stride()}, lane, &w.down);
       team_.barrier();
       clock.end(kGateUp);
-      matmul(w.down, wide_, wide_stride(), m, {Then::add, h_, hidden_stride()}, lane);
+      matmul(w.down, wide_, wide_stride(), m, {Then::add, h_, hidden_stride()}, lane, &next);
       team_.barrier();
       clock.end(kDown);
     }
