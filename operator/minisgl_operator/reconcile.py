@@ -10,7 +10,7 @@ import base64
 import logging
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -240,13 +240,12 @@ class Task:
     async def _observe(self, obj: MiniSGLang) -> Observed:
         now = time.monotonic()
         live: dict[Key, Manifest] = {}
-        pods = []
-        for one in self._cache.of_instance(self._namespace, self._name):
-            if one["kind"] == "Pod":
-                if _is_pod_of(one, obj):
-                    pods.append(one)
-            elif belongs(one, obj):
+        found = self._cache.of_instance(self._namespace, self._name)
+        for one in found:
+            if one["kind"] != "Pod" and belongs(one, obj):
                 live[Key.of(one)] = one
+        owners = {one["metadata"].get("uid") for one in live.values()}
+        pods = [one for one in found if one["kind"] == "Pod" and _is_pod_of(one, obj, owners)]
         password = await self._redis_password(obj, now)
         secret_key = Key("Secret", names.redis(obj))
         secret = (self._named.get(secret_key) or (0.0, None))[1]
@@ -510,13 +509,14 @@ def belongs(child: Manifest, obj: MiniSGLang) -> bool:
     return all(labels.get(k) == v for k, v in ours.items())
 
 
-def _is_pod_of(pod: Manifest, obj: MiniSGLang) -> bool:
-    """Whether a pod is this object's. One of ranks may have lost the label, and its controller
-    with it, and still hold the name that its set needs."""
+def _is_pod_of(pod: Manifest, obj: MiniSGLang, owners: Collection[object]) -> bool:
+    """Whether a pod is this object's. One of ranks whose label somebody has taken off still serves
+    for its set, one of `owners`; or that let go of it, and it holds the name that the set needs."""
     labels = pod["metadata"].get("labels") or {}
     uid = labels.get(names.OBJECT_UID)
-    lost = uid is None and labels.get(names.COMPONENT) == "rank" and controller(pod) is None
-    return lost or uid == obj.uid
+    if uid is None and labels.get(names.COMPONENT) == "rank":
+        return controller(pod) in (None, *owners)
+    return uid == obj.uid
 
 
 def _specified(found: Manifest) -> object:

@@ -133,7 +133,7 @@ async def test_an_object_that_cannot_be_reconciled_says_so_once() -> None:
     assert "Expected `str`, got `int`" in event["message"]
 
 
-async def test_a_rank_pod_that_lost_its_label_and_its_set_is_still_the_objects() -> None:
+async def test_a_rank_pod_that_lost_its_label_or_its_set_is_still_the_objects() -> None:
     async with acting(Server()) as task:
         labels = {
             "app.kubernetes.io/managed-by": names.MANAGER, "app.kubernetes.io/instance": "qwen",
@@ -142,9 +142,22 @@ async def test_a_rank_pod_that_lost_its_label_and_its_set_is_still_the_objects()
             ("lost", {names.COMPONENT: "rank"}),
             ("other", {names.COMPONENT: "rank", names.OBJECT_UID: "another"}),
             ("gateway", {names.COMPONENT: "gateway"}),
+            ("held", {names.COMPONENT: "rank"}),
+            ("strange", {names.COMPONENT: "rank"}),
             ("own", {names.OBJECT_UID: UID}),
         ):
-            metadata = {"name": name, "namespace": "models", "labels": labels | more}
+            metadata: dict[str, Any] = {
+                "name": name, "namespace": "models", "labels": labels | more,
+            }  # fmt: skip
+            if name in ("held", "strange"):
+                uid = "set" if name == "held" else "another"
+                metadata["ownerReferences"] = [{"uid": uid, "controller": True}]
             task._cache.put({"kind": "Pod", "metadata": metadata}, tell=False)
+        owned = {"uid": UID, "controller": True}
+        metadata = {
+            "name": "qwen-g0-1", "namespace": "models", "labels": labels, "uid": "set",
+            "ownerReferences": [owned],
+        }  # fmt: skip
+        task._cache.put({"kind": "StatefulSet", "metadata": metadata}, tell=False)
         found = await task._observe(observe(SPEC).obj)
-    assert [pod["metadata"]["name"] for pod in found.pods] == ["lost", "own"]
+    assert [pod["metadata"]["name"] for pod in found.pods] == ["held", "lost", "own"]
