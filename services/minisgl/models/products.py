@@ -28,7 +28,7 @@ from minisgl_kernels.wide_linear import (
     wide_add,
 )
 
-GROUPS = (1, 8, 16, 32, 64, 96, 128, 192, 256)
+GROUPS = (1, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256)
 """Products are timed with so many tokens; what was found holds down to the number before."""
 REPLAYS = 3
 CLEARLY = 0.99
