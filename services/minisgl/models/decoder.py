@@ -1,7 +1,7 @@
 """The decoder that all supported families share; they differ in `ModelConfig` only."""
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cached_property, partial
 
 import torch
@@ -18,23 +18,12 @@ from minisgl.layers.rotary import Angles, RotaryEmbedding
 from minisgl.layers.sharding import HeadShard, Shard, even_shard, head_shard
 from minisgl.models.config import ModelConfig
 from minisgl.models.packed import PackedDecoder
-from minisgl.models.products import (
-    GROUPS,
-    NAMES,
-    Choice,
-    Kernels,
-    Way,
-    Ways,
-    covering,
-    graph_seconds,
-)
+from minisgl.models.products import NAMES, Choice, Kernels, Way, Ways
+from minisgl.models.trial import run_trial
 from minisgl.moe.layer import MoeMLP
 from minisgl_kernels import skinny_linear, wide_linear
 from minisgl_kernels.build import KernelUnavailable
-from minisgl_kernels.cuda_build import collected, prepare
-from minisgl_kernels.measured import measured
 from minisgl_kernels.qk_rope_store import qk_rope_store_function
-from minisgl_kernels.tuned_linear import measuring
 from minisgl_kernels.wide_linear import Normed
 
 WIDE_ADD = wide_linear.wide_add
@@ -276,16 +265,6 @@ class Decoder(BaseOP):
 
             return [partial(run, *pair) for pair in zip(some, some[1:] + some[:1], strict=True)]
 
-        def seconds(tokens: int, ways: Ways) -> float:
-            with measuring():
-                return graph_seconds(calls(tokens, ways))
-
-        def compile_all(wanted: Iterable[tuple[int, Ways]]) -> None:
-            with collected() as variants:
-                for tokens, ways in wanted:
-                    calls(tokens, ways)[0]()
-            prepare(variants)
-
         layer, mlp = dense[0], dense[0].mlp
         assert isinstance(mlp, MLP)
         shapes = {
@@ -296,14 +275,7 @@ class Decoder(BaseOP):
                 wide_linear.MODES, strict=True,
             )
         }  # fmt: skip
-        options = {tokens: kernels.options(tokens, shapes) for tokens in GROUPS}
-        name = f"products {shapes} {len(some)} {kernels.skinny_tokens} {kernels.wide_tokens}"
-        if not self._choice.restore(measured().get(name), options.__getitem__):
-            compile_all((n, ways) for n, some in options.items() for ways in covering(some))
-            self._choice.decide(options.__getitem__, seconds)
-            measured().put(name, self._choice.kept())
-        tile = wide_linear.TILE
-        compile_all((n, self._choice[n]) for n in range(tile, kernels.most + 1, tile))
+        run_trial(self._choice, kernels, shapes, len(some), calls)
         return self._choice.chosen
 
     @property

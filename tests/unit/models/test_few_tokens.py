@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from minisgl.models import decoder, products
+from minisgl.models import decoder, products, trial
 from minisgl.models.products import Choice, Kernels, Option, Way, Ways
 from minisgl_kernels import skinny_linear, wide_linear
 from minisgl_kernels.measured import Measured
@@ -71,8 +71,8 @@ def test_ways_are_timed_over_some_layers_that_hand_on_to_each_other(
         timed.append(list(ready))
         return 1.0 / (1 + len(ready))
 
-    monkeypatch.setattr(decoder, "graph_seconds", seconds)
-    monkeypatch.setattr(decoder, "measured", lambda: Measured(tmp_path / "kept.json"))
+    monkeypatch.setattr(trial, "graph_seconds", seconds)
+    monkeypatch.setattr(trial, "measured", lambda: Measured(tmp_path / "kept.json"))
     assert {ways.down.way for ways in model.choose_products().values()} == {Way.WIDE}
     _, own, *_ = timed
     assert own == [False] + [True] * (len(own) - 1), "the first norm alone is computed for itself"

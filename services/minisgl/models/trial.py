@@ -1,0 +1,38 @@
+"""The trial at the start: how the products of few tokens are computed fastest on this device."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from minisgl.models.products import GROUPS, Choice, Kernels, Shapes, Ways, covering, graph_seconds
+from minisgl_kernels.cuda_build import collected, prepare
+from minisgl_kernels.measured import measured
+from minisgl_kernels.tuned_linear import measuring
+from minisgl_kernels.wide_linear import TILE
+
+Chain = Callable[[int, Ways], Sequence[Callable[[], object]]]
+"""For some tokens and ways: calls that compute a layer's products each, of layers in a row."""
+
+
+def run_trial(choice: Choice, kernels: Kernels, shapes: Shapes, layers: int, chain: Chain) -> None:
+    """Make the choice, or take what was found for such layers at an earlier start. Then the
+    kernels that it needs are compiled. On CUDA, and not on the default stream.
+
+    `chain` has this many `layers`, with weights of these `shapes`.
+    """
+
+    def seconds(tokens: int, ways: Ways) -> float:
+        with measuring():
+            return graph_seconds(chain(tokens, ways))
+
+    def compile_all(wanted: Iterable[tuple[int, Ways]]) -> None:
+        with collected() as variants:
+            for tokens, ways in wanted:
+                chain(tokens, ways)[0]()
+        prepare(variants)
+
+    options = {tokens: kernels.options(tokens, shapes) for tokens in GROUPS}
+    name = f"products {dict(shapes)} {layers} {kernels.skinny_tokens} {kernels.wide_tokens}"
+    if not choice.restore(measured().get(name), options.__getitem__):
+        compile_all((tokens, ways) for tokens in GROUPS for ways in covering(options[tokens]))
+        choice.decide(options.__getitem__, seconds)
+        measured().put(name, choice.kept())
+    compile_all((tokens, choice[tokens]) for tokens in range(TILE, kernels.most + 1, TILE))
