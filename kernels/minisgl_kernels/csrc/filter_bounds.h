@@ -43,23 +43,24 @@ class FilterBounds {
     std::int64_t id;
   };
 
+  using Floats = float __attribute__((vector_size(64)));
+  using Half = float __attribute__((vector_size(32)));
+  using Quarter = float __attribute__((vector_size(16)));
+  using Words = std::uint32_t __attribute__((vector_size(64)));
+  using Doubles = double __attribute__((vector_size(64)));
+
   // e^y for y of at most 0: 1 for 0, and within 2e-7 of it elsewhere; 0 below -87.
-  static float exp_of(float y) {
-    const float big = y * 1.44269504f + 12582912.0f, n = big - 12582912.0f;
-    const float rest = (y - n * 0.693359375f) + n * 2.12194440e-4f;
-    float p = rest * 1.9875691500e-4f + 1.3981999507e-3f;
+  static inline __attribute__((always_inline)) Floats exp_of(Floats y) {
+    const Floats big = y * 1.44269504f + 12582912.0f, n = big - 12582912.0f;
+    const Floats rest = (y - n * 0.693359375f) + n * 2.12194440e-4f;
+    Floats p = rest * 1.9875691500e-4f + 1.3981999507e-3f;
     p = p * rest + 8.3334519073e-3f;
     p = p * rest + 4.1665795894e-2f;
     p = p * rest + 1.6666665459e-1f;
     p = p * rest + 5.0000001201e-1f;
     p = p * rest * rest + rest + 1.0f;
-    std::uint32_t bits, power;
-    std::memcpy(&bits, &p, 4);
-    std::memcpy(&power, &big, 4);
-    bits += power << 23;
-    float result;
-    std::memcpy(&result, &bits, 4);
-    return y > -87.0f ? result : 0.0f;
+    const Words power = reinterpret_cast<Words>(p) + (reinterpret_cast<Words>(big) << 23);
+    return reinterpret_cast<Floats>(power & reinterpret_cast<Words>(y > -87.0f));
   }
 
   void prepare(const float* logits, std::int64_t size, float largest, float temperature) {
@@ -67,20 +68,31 @@ class FilterBounds {
     y_.resize(padded);
     mass_.resize(padded);
     tops_.resize(padded / kGroup);
-    for (std::int64_t i = 0; i < size; ++i) y_[i] = (logits[i] - largest) / temperature;
-    for (std::int64_t i = size; i < padded; ++i) y_[i] = -std::numeric_limits<float>::infinity();
-    double sums[kGroup] = {};
+    Doubles sums[2] = {};
     for (std::int64_t g = 0; g < padded; g += kGroup) {
-      float top = y_[g];
-      for (int i = 0; i < kGroup; ++i) {
-        mass_[g + i] = exp_of(y_[g + i]);
-        sums[i] += mass_[g + i];
-        top = std::max(top, y_[g + i]);
-      }
-      tops_[g / kGroup] = top;
+      float some[kGroup];
+      const std::int64_t count = std::min<std::int64_t>(kGroup, size - g);
+      std::fill(some + count, some + kGroup, -std::numeric_limits<float>::infinity());
+      std::memcpy(some, logits + g, count * sizeof(float));
+      Floats y;
+      std::memcpy(&y, some, sizeof y);
+      y = (y - largest) / temperature;
+      const Floats mass = exp_of(y);
+      std::memcpy(&y_[g], &y, sizeof y);
+      std::memcpy(&mass_[g], &mass, sizeof mass);
+      Half halves[2];
+      std::memcpy(halves, &mass, sizeof mass);
+      sums[0] += __builtin_convertvector(halves[0], Doubles);
+      sums[1] += __builtin_convertvector(halves[1], Doubles);
+      std::memcpy(halves, &y, sizeof y);
+      const Half top = halves[0] > halves[1] ? halves[0] : halves[1];
+      Quarter quarters[2];
+      std::memcpy(quarters, &top, sizeof top);
+      const Quarter last = quarters[0] > quarters[1] ? quarters[0] : quarters[1];
+      tops_[g / kGroup] = std::max(std::max(last[0], last[1]), std::max(last[2], last[3]));
     }
     total_ = 0;
-    for (const double sum : sums) total_ += sum;
+    for (int i = 0; i < 8; ++i) total_ += sums[0][i] + sums[1][i];
     size_ = size;
     fill(kLook);
   }
