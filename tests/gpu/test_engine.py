@@ -270,6 +270,20 @@ def test_no_array_is_overwritten_while_the_device_is_behind(
         assert tokens(llm) == expected
 
 
+def test_a_large_batch_gives_the_same_tokens_each_time(configs: Path, no_trial: None) -> None:
+    """In two engines, of a model whose random weights let no error pass."""
+    g = torch.Generator().manual_seed(2)
+    load = [torch.randint(0, 151_000, (40 + 7 * i,), generator=g).tolist() for i in range(150)]
+    params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
+    options: dict[str, Any] = {"load_format": "dummy", "device": "cuda", "memory_ratio": 0.4}
+    results = []
+    for _ in range(2):
+        with LLM(configs / "qwen3-0.6b", **options) as llm:
+            results.append([o.token_ids for o in llm.generate(load, params)])
+    assert results[0] == results[1]
+    assert len({tuple(tokens) for tokens in results[0]}) > 100
+
+
 def test_short_prompts_give_the_same_with_and_without_graphs_for_them(
     folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:

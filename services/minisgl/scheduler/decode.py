@@ -13,13 +13,17 @@ Index = npt.NDArray[np.int64]
 
 
 class DecodeManager:
-    """Keeps decoding requests sorted by uid: ranks must build the same batch in the same order."""
+    """Keeps decoding requests in the order of their acceptance, which is the same on all ranks.
+
+    It is the same in each run, too, as the random uids are not: kernels that share the work of a
+    batch out add up in an order that follows from it.
+    """
 
     def __init__(self, table: TableManager, cache: CacheManager, reserve_tokens: int) -> None:
         self._table = table
         self._cache = cache
         self._reserve = reserve_tokens
-        self._order: list[tuple[bytes, int]] = []
+        self._order: list[tuple[int, int]] = []
         self._rows: Index | None = None
 
     def __len__(self) -> int:
@@ -27,20 +31,20 @@ class DecodeManager:
 
     @property
     def rows(self) -> Index:
-        """Rows of all decoding requests, by uid. Built anew only when one came or went."""
+        """Rows of all decoding requests, in order. Built anew only when one came or went."""
         if self._rows is None:
             self._rows = np.fromiter((row for _, row in self._order), np.int64, len(self._order))
         return self._rows
 
     def add(self, req: Req) -> None:
         """From the next step on this request decodes."""
-        bisect.insort(self._order, (req.uid, req.row))
+        bisect.insort(self._order, (req.run, req.row))
         self._rows = None
 
     def discard(self, req: Req) -> None:
         """It does not (any more)."""
-        at = bisect.bisect_left(self._order, (req.uid, req.row))
-        if at < len(self._order) and self._order[at] == (req.uid, req.row):
+        at = bisect.bisect_left(self._order, (req.run, req.row))
+        if at < len(self._order) and self._order[at] == (req.run, req.row):
             del self._order[at]
             self._rows = None
 
