@@ -23,6 +23,8 @@ CONTROLLERS = (
 )  # fmt: skip
 OLD, NEW, BAD = "registry.example/engine:old", "registry.example/engine:new", "registry.example/bad"
 SETTLES = 60.0
+ROLES = ("gateway", "tokenizer", "detokenizer", "rank")
+"""Whose pods speak on the bus."""
 
 _numbers = itertools.count()
 
@@ -58,6 +60,11 @@ class Stage:
     nodes: Nodes
     qwen: Object
     bus: RedisServer
+
+    def speak(self) -> None:
+        """Let workers be heard on the bus from now on."""
+        step = Beats(self).step
+        self.qwen = Object(self.qwen.kubectl, self.qwen.namespace, step=step)
 
     def apply(self, **spec: Any) -> None:
         """The object; its Redis is one that runs already."""
@@ -168,7 +175,7 @@ def test_h18_a_pod_that_cannot_go_from_a_lost_node_blocks_nothing_and_is_not_for
     nodes.nodes |= {"n3": Node("n3", ranks=0)}
     nodes.nodes["n1"].ranks = nodes.nodes["n2"].ranks = 1
     nodes.join()
-    stage.qwen = Object(stage.qwen.kubectl, stage.qwen.namespace, step=Beats(stage).step)
+    stage.speak()
     stage.ready(parallelism={"tensor": 2})
     (stuck,) = [n for n, pod in nodes.pods().items() if pod["spec"]["nodeName"] == "n2"]
     nodes.nodes["n2"].power, nodes.nodes["n3"].ranks = False, 1
@@ -191,7 +198,7 @@ def test_h18_a_pod_that_cannot_go_from_a_lost_node_blocks_nothing_and_is_not_for
 
 
 class Beats:
-    """What the ranks on nodes with power say on the bus, for as long as they are asked."""
+    """What ready workers on nodes with power say on the bus, for as long as they are asked."""
 
     def __init__(self, stage: Stage) -> None:
         self._nodes, self._qwen = stage.nodes, stage.qwen
@@ -201,15 +208,18 @@ class Beats:
     def step(self) -> None:
         self._nodes.step()
         self._count += 1
-        for name, pod in self._nodes.pods().items():
-            at = pod["spec"].get("nodeName")
-            if at and self._nodes.nodes[at].power:
-                labels = pod["metadata"]["labels"]
-                service = f"{self._qwen.namespace}.qwen.{labels['minisglang.io/uid'][:8]}"
-                bus_group = f"g{group_of(pod)}-{labels['minisglang.io/epoch']}"
-                rank = f"{bus_group}/{labels['apps.kubernetes.io/pod-index']}"
-                state = WorkerState(role="rank", id=rank, boot=1, beat=self._count, pod=name)
-                self._redis.set(f"minisgl:{{{service}}}:state:rank:{rank}", encode_state(state))
+        for name, pod in self._nodes.pods("").items():
+            at, labels = pod["spec"].get("nodeName"), pod["metadata"]["labels"]
+            role = labels.get("app.kubernetes.io/component")
+            if role not in ROLES or not (at and self._nodes.nodes[at].power and serves(pod)):
+                continue
+            service = f"{self._qwen.namespace}.qwen.{labels['minisglang.io/uid'][:8]}"
+            id = name
+            if role == "rank":
+                group = f"g{group_of(pod)}-{labels['minisglang.io/epoch']}"
+                id = f"{group}/{labels['apps.kubernetes.io/pod-index']}"
+            state = WorkerState(role=role, id=id, boot=1, beat=self._count, pod=name)
+            self._redis.set(f"minisgl:{{{service}}}:state:{role}:{id}", encode_state(state))
 
 
 def test_h23_h28_groups_are_replaced_whole_and_never_hold_pods_of_two_revisions(
@@ -247,6 +257,7 @@ def test_h25_a_good_image_rolls_out_after_a_bad_one(
     stage: Stage, trouble: str, reason: str, words: str
 ) -> None:
     policy = {"heartbeatTimeoutSeconds": 5}
+    stage.speak()
     getattr(stage.nodes, trouble).add(BAD)
     stage.ready(replicas=2, failurePolicy=policy)
     stage.least()
@@ -306,6 +317,7 @@ def test_h40_a_claim_that_one_node_only_can_mount_is_named_with_the_reason(
 
 
 def test_h52_ready_is_never_told_of_a_generation_whose_ranks_crash(stage: Stage) -> None:
+    stage.speak()
     stage.nodes.broken_images.add(BAD)
     stage.ready()
     stage.qwen.wait(lambda: stage.qwen.condition("Ready")["status"] == "True")
