@@ -84,7 +84,7 @@ def test_a_flag_takes_whatever_its_field_admits(
 
 def test_an_engine_flag_has_a_field_or_is_the_operators_or_one_for_extra_args() -> None:
     crd = (ROOT / "helm" / "minisglang" / "templates" / "crd.yaml").read_text()
-    (refused,) = re.findall(r"a\.matches\('(.+?)'\)", crd)
+    (refused,) = re.findall(r"a\.matches\('(\^--\(.+?)'\)", crd)
     parser = Parser(prog="minisgl")
     add_engine(parser)
     flags = {name for action in parser._actions for name in action.option_strings}
