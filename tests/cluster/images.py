@@ -311,7 +311,7 @@ def _host_mounts(folder: Path) -> list[str]:
             lines[option] = value.replace("\\n", " ")
     # Wheels beside the clone, such as a CPU build of torch, come first, as in CI.
     links = [str(ROOT.parent / "shared" / "wheels"), *lines.get("find-links", "").split()]
-    links = list(dict.fromkeys(link for link in links if Path(link).is_dir()))
+    links = list(dict.fromkeys(str(Path(link).resolve()) for link in links if Path(link).is_dir()))
     mounts += [f"{link}:{link}:ro" for link in links]
     lines |= {"find-links": " ".join(links)} if links else {}
     if CERTIFICATES.exists():
