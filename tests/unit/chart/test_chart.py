@@ -162,3 +162,14 @@ def test_every_value_has_a_comment() -> None:
         if re.match(r" *\w+: *\S", line) and not before.lstrip().startswith("#"):
             # Neighbours that one comment is about.
             assert re.match(r" *(podAnnotations|limits|requests):", line), line
+
+
+def test_the_pod_of_helm_test_is_no_pod_of_the_operator(helm: str) -> None:
+    """Or its Service would send to it, and its Deployment would count it."""
+    rendered = template(helm)
+    (test,) = of_kind(rendered, "Pod")
+    selectors = [one["spec"]["selector"] for one in of_kind(rendered, "Service")]
+    selectors += [one["spec"]["selector"]["matchLabels"] for one in of_kind(rendered, "Deployment")]
+    assert selectors
+    for selector in selectors:
+        assert not selector.items() <= test["metadata"]["labels"].items()
