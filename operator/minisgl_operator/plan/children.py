@@ -12,7 +12,7 @@ from minisgl_operator.observed import (
     Manifest,
     Post,
 )
-from minisgl_operator.plan.groups import Survey
+from minisgl_operator.plan.groups import LET_GO, Survey
 from minisgl_operator.plan.pods import Pod, controller
 
 _BEFORE: dict[str, tuple[str, ...]] = {
@@ -87,7 +87,7 @@ def _why(survey: Survey, pod: Pod, held: set[object]) -> str:
             return f"node {pod.node} is lost: {survey.lost[pod.node]}"
         return "it has failed" if pod.phase == "Failed" else ""
     if survey.let_go(pod) is not None:
-        return "its set has let go of it, as somebody has changed its labels"
+        return LET_GO
     if pod.index is None:
         return ""  # a Job counts its pods, failed ones too
     current = survey.current.get(pod.index)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from minisgl_operator.observed import Manifest
-from minisgl_operator.plan.groups import Life, Survey
+from minisgl_operator.plan.groups import LET_GO, Life, Survey
 from minisgl_operator.plan.memory import MESSAGE_CHARACTERS, Failure, Memory
 from minisgl_operator.plan.pods import RANK, Pod
 from minisgl_operator.times import seconds
@@ -86,11 +86,10 @@ def ending(survey: Survey, life: Life, decided: float) -> Ending | None:
             return Ending(failure, f"group {life.index}: {why}", counts=False)
     for pod in survey.pods:
         if pod.deleting is None and survey.let_go(pod) == life.set:
-            why = "its set has let go of it, as somebody has changed its labels"
-            failure = _of_pod(survey, pod, wall, "LabelsChanged", why)
+            failure = _of_pod(survey, pod, wall, "LabelsChanged", LET_GO)
             # The set's controller could not make it again for as long as it is there, and then
             # might not try for many minutes.
-            return Ending(failure, f"group {life.index}: pod {pod.name}: {why}", counts=False)
+            return Ending(failure, f"group {life.index}: pod {pod.name}: {LET_GO}", counts=False)
     for pod in life.pods:
         evicted = pod.disrupted
         if pod.phase == "Failed" and not pod.killed:

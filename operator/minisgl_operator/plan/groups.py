@@ -17,6 +17,8 @@ from minisgl_operator.plan.pods import STUCK_SECONDS, Pod, controller
 from minisgl_operator.times import seconds
 
 Phase = Literal["Pending", "Starting", "Ready", "Draining", "Restarting", "Failed"]
+LET_GO = "its set has let go of it, as somebody has changed its labels"
+"""Of a pod, in messages: see `Survey.let_go`."""
 
 
 @dataclass(frozen=True, slots=True)

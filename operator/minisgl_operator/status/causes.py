@@ -77,6 +77,11 @@ def unscheduled(survey: Survey, pod: Pod) -> str:
     return f"pod {pod.name} has no node: {said or why}"
 
 
+def unheard_ranks(index: int) -> str:
+    """That a group is ready, and no more: see `Survey.unheard`."""
+    return f"the pods of group {index} are ready, but its ranks are not heard in Redis"
+
+
 def unready_beside(life: Life) -> str:
     """Which container beside the ranks keeps a pod from being ready; empty if none does."""
     for pod in life.pods:
@@ -302,8 +307,7 @@ def _groups(survey: Survey) -> Iterator[Trouble]:
             if failure is not None and failure.reason == "NodeLost":
                 yield Trouble("NodeLost", f"group {index} starts again elsewhere{said}")
             elif any(survey.unheard(pod) for pod in life.pods):
-                text = f"the pods of group {index} are ready, but its ranks are not heard in Redis"
-                yield Trouble("BackOff", text)
+                yield Trouble("BackOff", unheard_ranks(index))
             else:
                 beside = unready_beside(life)
                 said += f": {beside}" if beside and not failure else ""

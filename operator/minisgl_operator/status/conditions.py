@@ -17,6 +17,7 @@ from minisgl_operator.status.causes import (
     download_trouble,
     downloading,
     troubles,
+    unheard_ranks,
     unready_beside,
     unscheduled,
 )
@@ -235,7 +236,7 @@ def _waits(survey: Survey) -> str:
         if len(life.pods) < life.size:
             return f": group {index} has {len(life.pods)} of {life.size} pods"
         if all(pod.serves for pod in life.pods):
-            return f": the pods of group {index} are ready, but its ranks are not heard in Redis"
+            return f": {unheard_ranks(index)}"
         if said := unready_beside(life):
             return f": {said}"
         return f": group {index} loads the model"

@@ -13,7 +13,7 @@ from minisgl.bench.arguments import lengths, output_file, positive_int, token_ra
 from minisgl.bench.compare import command as comparison
 from minisgl.bench.stats import summary, table, write_json
 from minisgl.bench.trace import Trace
-from minisgl.cli.flags import add_flags, from_args
+from minisgl.cli.flags import add_flags, from_args, given_values
 from minisgl.config import EngineConfig, UsageError
 from minisgl.messages import SamplingParams
 
@@ -207,9 +207,7 @@ def _throughput(args: argparse.Namespace) -> dict[str, Any]:
     from minisgl.llm import LLM  # torch: not for help and usage errors
 
     loads = workloads(args)
-    options = {
-        f.name: getattr(args, f.name) for f in dataclasses.fields(EngineConfig) if f.name in args
-    }
+    options = given_values(EngineConfig, args)
     runs: list[dict[str, Any]] = []
     with LLM(**options) as llm:
         for load in loads.values():

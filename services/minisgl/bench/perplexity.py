@@ -7,7 +7,6 @@ same one, with the same kernels, as in service.
 """
 
 import argparse
-import dataclasses
 import math
 import sys
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from tqdm import tqdm
 from minisgl.bench import ending_on_signals
 from minisgl.bench.arguments import output_file, positive_int
 from minisgl.bench.stats import write_json
-from minisgl.cli.flags import add_flags
+from minisgl.cli.flags import add_flags, given_values
 from minisgl.config import EngineConfig, StartError, UsageError
 from minisgl.messages import SamplingParams
 
@@ -54,9 +53,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure and report; 0. Raises `UsageError` and `StartError`."""
     if args.window < 2:
         raise UsageError("--window must be at least 2 tokens, the second of which is predicted")
-    options = {
-        f.name: getattr(args, f.name) for f in dataclasses.fields(EngineConfig) if f.name in args
-    }
+    options = given_values(EngineConfig, args)
     quantization = options.get("quantization", "none")
     with ending_on_signals():
         found = {

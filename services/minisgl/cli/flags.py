@@ -127,14 +127,14 @@ def add_flags(
             )
 
 
+def given_values(cls: type, args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of the dataclass `cls` whose flags were given."""
+    return {f.name: getattr(args, f.name) for f in dataclasses.fields(cls) if hasattr(args, f.name)}
+
+
 def from_args(cls: type[T], args: argparse.Namespace, **given: Any) -> T:
     """The dataclass `cls` of the flags that were given, and of `given`, which wins."""
-    values = {
-        f.name: getattr(args, f.name)
-        for f in dataclasses.fields(cls)  # type: ignore[arg-type]
-        if hasattr(args, f.name)
-    }
-    return cls(**(values | given))
+    return cls(**(given_values(cls, args) | given))
 
 
 def add_log_flags(parser: argparse.ArgumentParser, level: str = "info") -> None:

@@ -26,7 +26,6 @@ from minisgl_kernels.build import KernelUnavailable
 from minisgl_kernels.qk_rope_store import qk_rope_store_function
 from minisgl_kernels.wide_linear import Normed
 
-WIDE_ADD = wide_linear.wide_add
 TIMED_LAYERS = 12
 """More would only take longer to time: their weights are beyond the L2 cache."""
 
@@ -243,7 +242,7 @@ class Decoder(BaseOP):
             skinny=skinny_linear.skinny_linear_function() if skinny else None,
             skinny_tokens=skinny_linear.max_tokens(),
             wide=wide_linear.wide_linear_function() if wide else None,
-            wide_add=WIDE_ADD,
+            wide_add=wide_linear.wide_add,
             wide_tokens=wide_linear.max_tokens(),
         )
         if not kernels.most:

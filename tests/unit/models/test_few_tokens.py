@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from minisgl.models import decoder, products, trial
+from minisgl.models import products, trial
 from minisgl.models.products import Choice, Kernels, Option, Way, Ways
 from minisgl_kernels import skinny_linear, wide_linear
 from minisgl_kernels.measured import Measured
@@ -62,7 +62,7 @@ def test_ways_are_timed_over_some_layers_that_hand_on_to_each_other(
     monkeypatch.setattr(skinny_linear, "skinny_linear_function", lambda: None)
     monkeypatch.setattr(wide_linear, "wide_linear_function", lambda: wide)
     monkeypatch.setattr(products, "computes", lambda *_: True)
-    monkeypatch.setattr(decoder, "WIDE_ADD", wide_add_reference)
+    monkeypatch.setattr(wide_linear, "wide_add", wide_add_reference)
 
     def seconds(calls: object) -> float:
         del ready[:]

@@ -26,6 +26,7 @@ from minisgl.bench.compare.cpu import Cpu, this_cpu
 from minisgl.bench.compare.report import figures, phase_table, plot_comparison, ratio_table
 from minisgl.bench.compare.worker import EXTRA_TOKENS, Task, worker_command
 from minisgl.bench.plot import check_plotting
+from minisgl.cli.flags import given_values
 from minisgl.config import EngineConfig, StartError, UsageError
 
 OURS = "minisgl"
@@ -146,10 +147,7 @@ def _task(args: argparse.Namespace, threads: int) -> Task:
     least, most = args.output_tokens or (128, 128)
     if least != most:
         raise UsageError(f"--output-tokens must be one number with {_MODE}, not {least}-{most}")
-    options = {
-        f.name: getattr(args, f.name) for f in dataclasses.fields(EngineConfig) if f.name in args
-    }
-    options = {"device": "cpu", "dtype": "bfloat16"} | options
+    options = {"device": "cpu", "dtype": "bfloat16"} | given_values(EngineConfig, args)
     config = EngineConfig(**options)
     if config.device != "cpu":
         raise UsageError(f"--device {config.device} does not go with {_MODE}: they are for a CPU")
