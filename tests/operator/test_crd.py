@@ -21,6 +21,17 @@ TAKEN: dict[str, dict[str, Any]] = {
     "four ranks in two pods": {"parallelism": {"tensor": 4, "gpusPerPod": 2}},
     "no group": {"replicas": 0},
     "an ingress": {"ingress": {"host": "a.example"}},
+    "amounts as numbers and as text": {
+        "engine": {"memoryRatio": "0.9"},
+        "redis": {
+            "managed": {
+                "maxMemory": 1073741824,
+                "storage": {"size": "4Gi"},
+                "resources": {"limits": {"memory": "1.5G", "cpu": 1}},
+            }
+        },
+        "ranks": {"sharedMemorySize": ".5Gi", "gpuResourceName": "nvidia.com/mig-3g.40gb"},
+    },
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "ranks that fill no pod": (
@@ -36,6 +47,51 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a flag and its value with a space between": (
         {"engine": {"extraArgs": ["--num-pages 16"]}},
         "extraArgs must hold each flag as one text, --flag=value",
+    ),
+    "a ratio above one": (
+        {"engine": {"memoryRatio": "1.5"}},
+        'memoryRatio must be text from "0.0" to "1.0"',
+    ),
+    "a ratio in percent": ({"engine": {"memoryRatio": "85%"}}, 'such as "0.85"'),
+    "memory of Redis with a space": (
+        {"redis": {"managed": {"maxMemory": "1 Gi"}}},
+        'spec.redis.managed.maxMemory: Invalid value: "1 Gi": must be a quantity',
+    ),
+    "memory of Redis that is less than none": (
+        {"redis": {"managed": {"maxMemory": -1}}},
+        "must be a quantity: a number and a unit without a space, such as 512Mi or 40Gi",
+    ),
+    "memory of Redis that no limit can be compared with": (
+        {"redis": {"managed": {"maxMemory": "1GB", "resources": {"limits": {"memory": "2Gi"}}}}},
+        "must be a quantity",
+    ),
+    "a claim of no size": (
+        {"redis": {"managed": {"storage": {"size": "large"}}}},
+        'spec.redis.managed.storage.size: Invalid value: "large": must be a quantity',
+    ),
+    "shared memory with a comma": (
+        {"ranks": {"sharedMemorySize": "1,5Gi"}},
+        'spec.ranks.sharedMemorySize: Invalid value: "1,5Gi": must be a quantity',
+    ),
+    "an ingress by its URL": (
+        {"ingress": {"host": "https://a.example"}},
+        "host must be a host name alone: without scheme, port, path and spaces",
+    ),
+    "an ingress below no root": (
+        {"ingress": {"host": "a.example", "path": "v1"}},
+        "path must begin with /",
+    ),
+    "a backend with a space": (
+        {"engine": {"attentionBackend": "fa, mini"}},
+        "attentionBackend must be one name, or two with a comma",
+    ),
+    "a resource of GPUs without a domain": (
+        {"ranks": {"gpuResourceName": "gpu"}},
+        "must be an extended resource: DOMAIN/NAME",
+    ),
+    "a folder of nodes that is not absolute": (
+        {"model": {"uri": URI, "cache": {"hostPath": {"path": "models"}}}},
+        "path must be absolute",
     ),
     "an unknown device": ({"engine": {"device": "abacus"}}, "spec.engine.device"),
 }
@@ -84,6 +140,7 @@ def test_the_schema_refuses_and_names_the_reason(crd: ApiServer, namespace: str,
     assert done.returncode != 0
     assert " is invalid: " in done.stderr
     assert reason in done.stderr
+    assert "should match" not in done.stderr  # a regular expression is no sentence
 
 
 @pytest.mark.parametrize(
