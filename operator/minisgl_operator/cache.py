@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from minisgl_operator import names
 from minisgl_operator.kube import RESOURCES, WATCH_SECONDS, Api, ApiError
+from minisgl_operator.missing import TRIES, is_lack, missing
 from minisgl_operator.observed import Key, Manifest, Warning
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,10 @@ class _Feed:
     namespace: str | None
     query: tuple[tuple[str, str], ...] = ()
     synced: asyncio.Event = field(default_factory=asyncio.Event)
+    lacks: ApiError | None = None
+    """Why it could not be listed even once, for so many tries that it is believed."""
+    decided: asyncio.Event = field(default_factory=asyncio.Event)
+    """It is synced, or lacks what it needs for that."""
     heard: float = field(default_factory=time.monotonic)
     failures: int = 0
     """In a row."""
@@ -78,6 +83,14 @@ class Cache:
         """Return when every list has been read once."""
         for feed in list(self._feeds):
             await feed.synced.wait()
+
+    async def begun(self) -> None:
+        """As `synced`, at the start: raises `Missing` for kinds that the server does not know, or
+        does not show."""
+        for feed in list(self._feeds):
+            await feed.decided.wait()
+        if lacking := [(f.kind, f.lacks) for f in self._feeds if f.lacks is not None]:
+            raise missing(lacking)
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -158,6 +171,9 @@ class Cache:
                 await asyncio.sleep(_pause(feed.failures - 1))
             return ""
         log.warning("watch of %s: %s", feed.kind, error.message)
+        if is_lack(error) and not feed.synced.is_set() and feed.failures >= TRIES:
+            feed.lacks = error
+            feed.decided.set()
         await asyncio.sleep(_pause(feed.failures))
         if error.status == 0:
             return version
@@ -176,7 +192,9 @@ class Cache:
             if place not in there and older and feed.namespace in (None, place[0]):
                 self._drop(feed.kind, held)  # a newer one was written since: the watch tells
         feed.heard = time.monotonic()
+        feed.lacks = None
         feed.synced.set()
+        feed.decided.set()
         return version
 
     def _store(self, kind: str, found: Manifest, tell: bool = True) -> None:

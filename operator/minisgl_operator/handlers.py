@@ -12,11 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 import kopf
+from kopf._cogs.clients.errors import APIError  # kopf exports it nowhere
 
 from minisgl_operator import api, names
 from minisgl_operator.cache import Cache
 from minisgl_operator.kube import CHILDREN, WATCH_SECONDS, Api, ApiError
 from minisgl_operator.metrics import Metrics
+from minisgl_operator.missing import is_lack, missing
 from minisgl_operator.observed import Manifest, Settings
 from minisgl_operator.reconcile import Nodes, Task
 
@@ -56,7 +58,7 @@ class Manager:
         self._nodes = Nodes(self.cache) if settings.can_read_nodes else None
 
     async def start(self) -> None:
-        """Return when everything has been listed once."""
+        """Return when everything has been listed once. Raises `Missing`."""
         for kind in CHILDREN:
             if kind != "HTTPRoute" or self._settings.gateway_api:
                 self.cache.follow(kind, labelSelector=MANAGED)
@@ -66,10 +68,10 @@ class Manager:
             self.cache.follow("Node")
             self.cache.follow("Lease", namespace="kube-node-lease")
         # Objects last: a task that saw its object before its children would make them again.
-        await self.cache.synced()
+        await self.cache.begun()
         # kopf's watch tells nothing of what was deleted while it was broken off; this one does.
         self.cache.follow(api.KIND)
-        await self.cache.synced()
+        await self.cache.begun()
         if not self._settings.gateway_api:
             self._looking = asyncio.create_task(self._look_for_routes(), name="HTTPRoute")
 
@@ -124,6 +126,10 @@ class Manager:
                 self._wake_owner(child)
         elif kind not in ("Node", "Lease"):  # those are looked at with each tick
             self._wake_owner(found)
+            if self.cache.get(kind, namespace, metadata["name"]) is None:
+                for (place, _), task in self._tasks.items():
+                    if place == namespace:
+                        task.freed(kind)
 
     def _wake_owner(self, child: Manifest) -> None:
         labels = child["metadata"].get("labels") or {}
@@ -164,7 +170,7 @@ class _NoEssence(kopf.DiffBaseStorage):
 async def run_kopf(
     manager: Manager, namespaces: Sequence[str], take_signals: Callable[[], None]
 ) -> None:
-    """Watch the objects until it is cancelled. Raises what ends kopf.
+    """Watch the objects until it is cancelled. Raises what ends kopf: `Missing`, `ApiError`.
 
     `take_signals`: kopf takes SIGTERM for itself, and would wait five seconds for objects' tasks.
     """
@@ -190,11 +196,15 @@ async def run_kopf(
     async def changed(event: kopf.RawEvent, **_: Any) -> None:
         manager.saw(dict(event["object"]))
 
-    with contextlib.suppress(asyncio.CancelledError):
-        await kopf.operator(
-            registry=registry,
-            settings=settings,
-            standalone=True,
-            clusterwide=not namespaces,
-            namespaces=list(namespaces),
-        )
+    try:
+        with contextlib.suppress(asyncio.CancelledError):
+            await kopf.operator(
+                registry=registry,
+                settings=settings,
+                standalone=True,
+                clusterwide=not namespaces,
+                namespaces=list(namespaces),
+            )
+    except APIError as error:  # 403 after several tries of its own
+        refusal = ApiError(error.status, "", error.message or str(error) or "no words")
+        raise missing([(api.KIND, refusal)]) if is_lack(refusal) else refusal from error

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from minisgl_operator.kube import Api, ApiError, path_of
+from minisgl_operator.missing import TRIES, is_lack, missing
 from minisgl_operator.observed import Manifest
 
 log = logging.getLogger(__name__)
@@ -36,14 +37,19 @@ class LeaderLease:
         """The holder's last renewal, and when it was seen here."""
 
     async def acquire(self) -> None:
-        """Return as the holder."""
+        """Return as the holder. Raises `Missing`: it may not read or write the Lease."""
+        lacks = 0
         while True:
             try:
                 if await self._try():
                     log.info("this replica acts from now on: %s", self._identity)
                     return
+                lacks = 0
             except ApiError as error:
                 log.warning("the Lease cannot be taken: %s", error)
+                lacks = lacks + 1 if is_lack(error) else 0
+                if lacks >= TRIES:
+                    raise missing([("Lease", error)]) from error
             await asyncio.sleep(RENEW_SECONDS)
 
     async def keep(self) -> None:

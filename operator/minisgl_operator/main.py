@@ -27,6 +27,7 @@ from minisgl_operator.kube import WATCH_SECONDS, Api, ApiError
 from minisgl_operator.lease import LeaderLease, Lost
 from minisgl_operator.loop import Loop
 from minisgl_operator.metrics import Metrics
+from minisgl_operator.missing import Missing
 from minisgl_operator.observed import Settings
 
 log = logging.getLogger("minisgl_operator")
@@ -43,7 +44,8 @@ class ConfigError(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 2: wrong arguments or configuration; 1: it failed, or lost its Lease."""
+    """Exit code 3: the cluster lacks the CRD, or rights; 2: wrong arguments or configuration; 1: it
+    failed, or lost its Lease."""
     parser = argparse.ArgumentParser(prog="minisgl-operator", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", allow_abbrev=False, help="watch MiniSGLang objects and act")
@@ -65,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     set_up_logging("operator", args.log_format)
     logging.getLogger("kopf").setLevel(logging.WARNING)
+    for part in ("running", "orchestration"):  # each raises what it logs with a traceback
+        logging.getLogger(f"kopf._core.reactor.{part}").addFilter(_without_traceback)
     try:
         settings = read_settings(args.config)
     except ConfigError as error:
@@ -76,9 +80,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with asyncio.Runner(loop_factory=Loop) as runner:
             return runner.run(_serve(settings, namespaces, args.port, args.watch_seconds))
+    except Missing as error:
+        log.error("%s", error)
+        return 3
     except (ApiError, Lost, OSError) as error:
         log.error("%s", error)
         return 1
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    return record.exc_info is None
 
 
 def read_settings(path: str | None) -> Settings:

@@ -151,6 +151,11 @@ class Task:
             self._woken_at = time.monotonic()
         self._woken.set()
 
+    def freed(self, kind: str) -> None:
+        """A child of this kind is gone from the namespace, of whichever object."""
+        if self._refused.freed(kind):
+            self.wake()
+
     def know(self, settings: Settings) -> None:
         """From now on these hold."""
         self._settings = settings

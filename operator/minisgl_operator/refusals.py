@@ -5,8 +5,9 @@ from dataclasses import dataclass, field, replace
 
 from minisgl_operator.observed import Apply, Delete, DeletePod, Key, Plan, Refusal
 
-RETRY_FIRST, RETRY_MOST = 1.0, 300.0
-"""Waits between the tries of what is refused: each is twice the one before."""
+RETRY_FIRST, RETRY_MOST = 1.0, 30.0
+"""Waits between the tries of what is refused: each is twice the one before. No watch tells of most
+causes (a right, a quota, a webhook), so this is also how late their end is noticed."""
 
 
 @dataclass(slots=True)
@@ -48,8 +49,21 @@ class Refusals:
         self._held[key] = _Refused(refusal, what, wait, now + wait)
 
     def drop(self, key: Key) -> None:
-        """It was taken."""
-        self._held.pop(key, None)
+        """It was taken: what refused the others may be gone as well."""
+        if self._held.pop(key, None) is not None:
+            for one in self._held.values():
+                one.next_try = 0.0
+
+    def freed(self, kind: str) -> bool:
+        """Something of this kind is gone; whether that may let in what a quota has refused."""
+        over = [
+            one
+            for key, one in self._held.items()
+            if key.kind == kind and one.refusal.reason == "QuotaExceeded"
+        ]
+        for one in over:
+            one.next_try = 0.0
+        return bool(over)
 
     def keep(self, decided: Plan) -> None:
         """Forget what is not wanted any more."""

@@ -119,6 +119,11 @@ class Operator:
     def acts(self) -> bool:
         return "watching " in self.log()
 
+    def ended(self) -> int | None:
+        """Its exit code; None: it runs."""
+        assert self._process is not None
+        return self._process.poll()
+
     def stop(self) -> int:
         """SIGTERM; the exit code."""
         assert self._process is not None

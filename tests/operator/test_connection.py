@@ -45,11 +45,6 @@ class Distant(Operator):
         self.start()
         return self
 
-    def ended(self) -> int | None:
-        """Its exit code; None: it runs."""
-        assert self._process is not None
-        return self._process.poll()
-
 
 @pytest.fixture
 def proxy(api_server: ApiServer) -> Iterator[Proxy]:

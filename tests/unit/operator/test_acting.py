@@ -96,8 +96,28 @@ def test_what_is_refused_is_tried_again_less_and_less_often() -> None:
         assert not refused.waits(key, "uid", next_try) and not refused.waits(key, "other", now)
         waits.append(next_try - now)
         now = next_try
-    assert waits == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300, 300]
+    assert waits == [1, 2, 4, 8, 16, *[30] * 7]
     assert refused.seen()[key].since == 0.0
+
+
+def test_once_one_child_is_taken_the_others_that_were_refused_are_tried_at_once() -> None:
+    refused, one, other = Refusals(), Key("Service", "one"), Key("Ingress", "other")
+    for key in (one, other):
+        refused.note(key, "same", Refusal("Forbidden", "webhook", since=0.0), 0.0)
+    refused.drop(Key("Job", "never refused"))
+    assert refused.waits(other, "same", 0.5)
+    refused.drop(one)
+    assert not refused.waits(other, "same", 0.5)
+
+
+def test_room_in_a_quota_is_used_at_once_by_what_it_had_refused() -> None:
+    refused, full, denied = Refusals(), Key("Service", "one"), Key("Service", "two")
+    refused.note(full, "same", Refusal("QuotaExceeded", "full", since=0.0), 0.0)
+    refused.note(denied, "same", Refusal("Forbidden", "webhook", since=0.0), 0.0)
+    assert not refused.freed("Job")
+    assert refused.waits(full, "same", 0.5)
+    assert refused.freed("Service")
+    assert not refused.waits(full, "same", 0.5) and refused.waits(denied, "same", 0.5)
 
 
 def test_a_refusal_is_forgotten_once_nothing_asks_for_it() -> None:
