@@ -3,7 +3,7 @@
 A product's blocks share the K dimension in clusters, so that all multiprocessors have work, and the
 weights are on their way before the kernel before has ended. A norm costs nothing: the product
 before leaves its result behind twice, once multiplied by the norm's weight, with the sums of
-squares that the next one divides by.
+squares that the next one divides by. Nor do rotary embedding and KV store behind a QKV product.
 """
 
 import functools
@@ -20,6 +20,7 @@ from minisgl.config import UsageError
 from minisgl_kernels.build import KernelUnavailable
 from minisgl_kernels.cuda_build import Family
 from minisgl_kernels.norm import rms_norm
+from minisgl_kernels.qk_rope_store import qk_rope_store_reference
 from minisgl_kernels.skinny_linear import skinny_linear_reference
 
 TOKENS_ENV = "MINISGL_WIDE_TOKENS"
@@ -31,11 +32,15 @@ ROWS = 64
 """Of a warpgroup."""
 SHARED_BYTES = 232_448
 """That a block may have on Hopper, all told."""
-_STORE, _ADD, _SILU = range(3)
+_STORE, _ADD, _SILU, _TURN = range(4)
 MODES = (_STORE, _ADD, _SILU, _ADD)
 """Of a layer's products: QKV, O, gate and up, down."""
 _TAIL = 256 * 4 + 2 * 16 * 8 + 1024
 """Bytes of shared memory beside tiles and sums: scales, barriers, and what alignment may take."""
+_TURN_TAIL = 256 * 4
+"""And so many more for the slots of the tokens' keys and values."""
+_TURN_TOKENS = 128
+"""Most tokens of a block whose angles its registers hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +68,28 @@ class Blocks(NamedTuple):
     """Bytes of a block's shared memory."""
 
 
+class Turned(NamedTuple):
+    """What comes between a QKV product and attention, as in `qk_rope_store`."""
+
+    q_weight: torch.Tensor | None
+    """[d]; None: heads are not normalised."""
+    k_weight: torch.Tensor | None
+    eps: float
+    cos_sin: torch.Tensor
+    """[positions, d] float32."""
+    positions: torch.Tensor
+    """[M] int32, as `out_loc`."""
+    out_loc: torch.Tensor
+    k_slots: torch.Tensor
+    """[slots, kv_heads, d]."""
+    v_slots: torch.Tensor
+    heads: int
+    kv_heads: int
+
+
 WideLinear = Callable[..., torch.Tensor]
 WideAdd = Callable[..., Normed]
+WideTurn = Callable[..., torch.Tensor]
 
 
 def _macros(tokens: int, groups: int, ways: int, split: int, mode: int) -> dict[str, str | int]:
@@ -115,6 +140,15 @@ def wide_add_reference(
     return Normed(scaled, h.square().sum(dim=1, keepdim=True))
 
 
+def wide_turn_reference(
+    x: torch.Tensor | Normed, weight: torch.Tensor, turned: Turned, *, eps: float = 0.0,
+    bias: torch.Tensor | None = None, blocks: Blocks | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """The same as `wide_turn`, in float32 torch operations for any device."""
+    qkv = wide_linear_reference(x, weight, eps=eps, bias=bias)
+    return qk_rope_store_reference(qkv, *turned)
+
+
 def wide_linear(
     x: torch.Tensor | Normed, weight: torch.Tensor, *, norm: torch.Tensor | None = None,
     eps: float = 0.0, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None,
@@ -143,6 +177,47 @@ def wide_add(
     _, ready = _call(x, weight, None, 0.0, bias, residual, False, following, blocks)
     assert ready is not None
     return ready
+
+
+def wide_turn(
+    x: torch.Tensor | Normed, weight: torch.Tensor, turned: Turned, *, eps: float = 0.0,
+    bias: torch.Tensor | None = None, blocks: Blocks,
+) -> torch.Tensor:  # fmt: skip
+    """Queries [M, heads, d] of a QKV product, normalised and rotated; keys and values go to their
+    slots. For blocks that `turns`."""
+    dim = turned.cos_sin.shape[1]
+    out = turned.k_slots.new_empty((turned.positions.shape[0], turned.heads, dim))
+    scaled, squares = (x.x, x.squares) if isinstance(x, Normed) else (x, None)
+    tokens, k = scaled.shape
+    if scaled.dtype != torch.bfloat16 or not turns(tokens, weight.shape[0], k, dim, blocks):
+        raise KernelUnavailable(f"wide_turn has no kernel for {tokens} rows of {k} {scaled.dtype}")
+    _family[signature(tokens, blocks, _TURN)](
+        out, scaled, weight, bias, squares, eps, None, None, None, blocks.shared,
+        turned.positions, turned.out_loc, turned.cos_sin, turned.q_weight, turned.k_weight,
+        turned.eps, turned.k_slots, turned.v_slots, turned.heads, turned.kv_heads,
+    )  # fmt: skip
+    return out
+
+
+@functools.cache
+def turns(tokens: int, rows: int, k: int, dim: int, cut: Blocks) -> bool:
+    """Whether `wide_turn` has a kernel for such blocks: each has the rows of one head of `dim`."""
+    return (
+        ROWS * cut.groups == dim and rows % dim == 0 and computes(rows, k)
+        and tokens <= MAX_TOKENS and width_of(tokens, cut) <= _TURN_TOKENS
+        and cut._replace(shared=SHARED_BYTES) in possible_blocks(rows, k, tokens, _TURN)
+    )  # fmt: skip
+
+
+def turning_blocks(tokens: int, rows: int, k: int, dim: int) -> list[Blocks]:
+    """Some cuts that `turns`, one of which should be the fastest."""
+    tokens = -(-tokens // TILE) * TILE
+    cuts = [
+        cut for cut in possible_blocks(rows, k, tokens, _TURN) if turns(tokens, rows, k, dim, cut)
+    ]
+    cuts = [cut for cut in cuts if cut.ways == 1 and cut.split <= 2 and cut.tiles <= 3]
+    cuts.sort(key=lambda cut: abs(math.log2(blocks_of(rows, cut) / 72)))
+    return cuts[:2] + [cut._replace(shared=SHARED_BYTES // 2 - 1024) for cut in cuts[:1]]
 
 
 def _call(
@@ -231,12 +306,13 @@ def possible_blocks(rows: int, k: int, tokens: int, mode: int) -> list[Blocks]:
         width, height = width_of(tokens, cut), ROWS * groups
         if split * ways > k // K_STEP or (tiles - 1) * width >= tokens:
             continue
-        if groups == 3 and mode == _ADD:  # squares are summed within a warp
+        if groups == 3 and mode in (_ADD, _TURN):  # squares are summed within a warp
             continue
         if width > {1: 256, 2: 256, 3: 192, 4: 128}.get(groups * ways, 0):  # registers
             continue
+        tail = _TAIL + (_TURN_TAIL if mode == _TURN else 0)
         stages, sums = (ways + 1) * (height + width) * 2 * K_STEP, ways * width * (height + 4) * 4
-        if max(stages, sums) + _TAIL <= SHARED_BYTES:
+        if max(stages, sums) + tail <= SHARED_BYTES:
             found.append(cut)
     return found
 

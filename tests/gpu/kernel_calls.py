@@ -17,7 +17,14 @@ from minisgl_kernels.decode_attention import DecodeAttention
 from minisgl_kernels.filter_bounds import filter_bounds
 from minisgl_kernels.sample import sample
 from minisgl_kernels.skinny_linear import skinny_linear
-from minisgl_kernels.wide_linear import Blocks, Normed, wide_add, wide_linear
+from minisgl_kernels.wide_linear import (
+    Blocks,
+    Normed,
+    Turned,
+    wide_add,
+    wide_linear,
+    wide_turn,
+)
 
 DEVICE = "cuda"
 
@@ -153,6 +160,13 @@ def call_wide_linear() -> None:
         wide_linear(x, weight, bias=_randn(432), blocks=cut)
         ready = Normed(ready.x[:, :384].contiguous(), ready.squares)
         wide_linear(ready, _randn(144, 384), eps=1e-6, silu=True, blocks=cut)
+    for dim, cut in ((64, Blocks(1, 2)), (128, Blocks(2, 1, 2))):
+        table, slots = _randn(11, dim, dtype=torch.float32), _randn(2, 29, 2, dim)
+        out_loc = torch.randperm(29, device=DEVICE)[:21].int()
+        turned = Turned(
+            _randn(dim), _randn(dim), 1e-6, table, _integers(11, 21), out_loc, *slots, 3, 2
+        )
+        wide_turn(_randn(21, 192), _randn(7 * dim, 192), turned, blocks=cut)
 
 
 CALLS: dict[str, Callable[[], None]] = {

@@ -12,15 +12,19 @@ from minisgl_kernels.cuda_build import prepare
 from minisgl_kernels.wide_linear import (
     Blocks,
     Normed,
+    Turned,
     _family,
     computes,
     possible_blocks,
     shape_of_blocks,
     signature,
+    turns,
     wide_add,
     wide_add_reference,
     wide_linear,
     wide_linear_reference,
+    wide_turn,
+    wide_turn_reference,
 )
 
 DEVICE = "cuda"
@@ -136,6 +140,39 @@ def test_the_same_operands_give_the_same_bits() -> None:
         first = wide_linear(x, weight, blocks=cut)
         for _ in range(20):
             assert torch.equal(wide_linear(x, weight, blocks=cut), first), cut
+
+
+TURNING = [(64, Blocks(1)), (64, Blocks(1, 2, 3)), (128, Blocks(2)), (128, Blocks(2, 2, 2)),
+           (128, Blocks(2, 1, 3, shared=115_200))]  # fmt: skip
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize("tokens", [1, 77, 128, 250])
+@pytest.mark.parametrize(("dim", "cut"), TURNING)
+def test_heads_are_turned_and_stored_behind_their_product(
+    dim: int, cut: Blocks, tokens: int, normalised: bool
+) -> None:
+    k, heads, kv_heads = 1024, 5, 2
+    if not turns(tokens, (heads + 2 * kv_heads) * dim, k, dim, cut):
+        pytest.skip("these blocks have no room for so many tokens")
+    x, weight = made(tokens, k), made((heads + 2 * kv_heads) * dim, k, scale=k**-0.5)
+    weights = [made(dim) if normalised else None for _ in range(2)]
+    table = torch.randn(300, dim, device=DEVICE)
+    positions = torch.randint(300, (tokens,), device=DEVICE, dtype=torch.int32)
+    out_loc = torch.randperm(tokens + 4, device=DEVICE)[:tokens].int()
+    slots = made(2, tokens + 4, kv_heads, dim)
+    expected = slots.float()
+    turned, wanted = (
+        Turned(
+            weights[0], weights[1], 1e-3, table, positions, out_loc, of[0], of[1], heads, kv_heads
+        )
+        for of in (slots, expected)
+    )
+    found = wide_turn(x, weight, turned, blocks=cut)
+    exact = wide_turn_reference(x.float(), weight.float(), wanted)
+    assert found.shape == (tokens, heads, dim)
+    assert distance(found, exact) < 6e-3
+    assert distance(slots, expected) < 6e-3
 
 
 def test_products_that_follow_each_other_without_a_break_are_right() -> None:

@@ -303,3 +303,43 @@ def test_wide_linear(tokens, rows, k, cut, option):
     expected = exact(wide, weight.float(), **theirs)
     out = wide_linear.wide_linear(x, weight, blocks=cut, **mine)
     assert (out.float() - expected).norm() < close * expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("dim", "normalised", "biased", "cut"),
+    [
+        (64, True, False, wide_linear.Blocks(1, tiles=2)),
+        (128, True, True, wide_linear.Blocks(2, split=2, shared=100_000)),
+        (128, False, False, wide_linear.Blocks(2, tiles=2)),
+    ],
+)
+def test_wide_turn(dim, normalised, biased, cut):
+    tokens, k, heads, kv_heads = 21, 192, 3, 2
+    x, rows = torch.randn(tokens, k).to(BF16), (heads + 2 * kv_heads) * dim
+    weight, bias = (torch.randn(rows, k) * k**-0.5).to(BF16), torch.randn(rows).to(BF16)
+    x = wide_linear.Normed(x, x.float().square().view(tokens, 4, -1).sum(dim=2))
+    weights = (torch.randn(2, dim) + 1).to(BF16) if normalised else (None, None)
+    out_loc = torch.randperm(tokens + 4)[:tokens].int()
+    slots, positions = (
+        torch.randn(2, tokens + 4, kv_heads, dim).to(BF16),
+        torch.randint(40, (tokens,)),
+    )
+    expected = slots.float()
+
+    def turned(of):
+        return wide_linear.Turned(
+            *weights, 1e-3, torch.randn(40, dim, generator=torch.Generator().manual_seed(1)),
+            positions.int(), out_loc, of[0], of[1], heads, kv_heads,
+        )  # fmt: skip
+
+    bias = bias if biased else None
+    found = wide_linear.wide_turn(x, weight, turned(slots), eps=1e-3, bias=bias, blocks=cut)
+    exact = wide_linear.wide_turn_reference(
+        wide_linear.Normed(x.x.float(), x.squares), weight.float(), turned(expected), eps=1e-3,
+        bias=None if bias is None else bias.float(),
+    )  # fmt: skip
+    for one, other in ((found, exact), (slots, expected)):
+        assert one.shape == other.shape
+        assert (one - other).norm() < 6e-3 * other.norm()
+    free = sorted(set(range(tokens + 4)) - set(out_loc.tolist()))
+    assert torch.equal(slots[:, free].float(), expected[:, free])

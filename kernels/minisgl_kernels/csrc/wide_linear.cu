@@ -15,6 +15,10 @@
 // x's rows; the result is multiplied by their inverse root mean square, as a norm would do with x.
 // MODE 1 leaves as much behind for the next product: `scaled` = out * next_norm, and the squares of
 // out by blocks of rows [M, N / (64 GROUPS)].
+//
+// MODE 3 is a QKV product with what comes before attention: a block's rows are one head. Queries and
+// keys are normalised (with weights), turned by their positions, and stored: queries to out, keys
+// and values to their slots.
 #include "hopper.cuh"
 
 using namespace minisgl;
@@ -23,7 +27,7 @@ namespace {
 
 using T = __nv_bfloat16;
 
-// Macros: TOKENS (a multiple of 8 to 256), GROUPS, WAYS, SPLIT, MODE.
+// Macros: TOKENS (a multiple of 8 to 256; of MODE 3 to 128), GROUPS, WAYS, SPLIT, MODE.
 constexpr int kRows = 64 * GROUPS;
 constexpr int kOutputs = MODE == 2 ? kRows / 2 : kRows;  // of a block, for each token
 constexpr int kPitch = kRows + 4;  // of sums: a token further on is 4 banks further on, modulo 16
@@ -44,7 +48,8 @@ constexpr int kEarly = kTurns < kRoom ? kTurns : kRoom;  // whose residuals are 
 constexpr int kTerms = SPLIT * WAYS, kTotals = MODE == 2 ? 2 : 1;
 constexpr int kFit = 12 / (kTerms * kTotals);          // turns whose terms registers can hold
 constexpr int kBatch = kFit < 1 ? 1 : kFit < kTurns ? kFit : kTurns;
-constexpr int kTail = 256 * 4 + 2 * kMaxStages * 8;  // scales and barriers
+constexpr int kScales = MODE == 3 ? 2 : 1;  // arrays of 256 numbers: scales and slots
+constexpr int kTail = kScales * 256 * 4 + 2 * kMaxStages * 8;  // and barriers
 
 struct Arguments {
   T* out;
@@ -57,19 +62,33 @@ struct Arguments {
   int tokens, token_tiles, rows, k, stages, parts;
 };
 
+struct Turn {  // of MODE 3
+  const int* positions;
+  const int* out_loc;
+  const float* cos_sin;  // [positions, kRows]: cosines of the pairs i and i + kRows / 2, then sines
+  const T* q_weight;
+  const T* k_weight;
+  float eps;
+  T* k_slots;
+  T* v_slots;
+  int64_t slot_step;
+  int q_heads, kv_heads;
+};
+
 __device__ inline float4 operator+(float4 a, float4 b) {
   return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
 __global__ void __launch_bounds__(kThreads)
     wide_linear(const __grid_constant__ CUtensorMap weight_map,
-                const __grid_constant__ CUtensorMap token_map, const Arguments of) {
+                const __grid_constant__ CUtensorMap token_map, const Arguments of, const Turn turn_by) {
   DYNAMIC_SHARED(char, memory);
   const uint32_t start = (shared_address(memory) + 1023) / 1024 * 1024;
   char* const ring = memory + (start - shared_address(memory));
   const int ring_bytes = of.stages * kStageBytes > kSumBytes ? of.stages * kStageBytes : kSumBytes;
   float* const scales = reinterpret_cast<float*>(ring + ring_bytes);
-  const uint32_t full = start + ring_bytes + 256 * 4, empty = full + kMaxStages * 8;
+  int* const slots = reinterpret_cast<int*>(scales + 256);
+  const uint32_t full = start + ring_bytes + kScales * 256 * 4, empty = full + kMaxStages * 8;
 
   launch_next();  // with its weights under way it waits for this one, and this one for all before
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -126,6 +145,10 @@ __global__ void __launch_bounds__(kThreads)
     return token * stored + row;
   };
   Four bias = {}, weights = {}, before[kEarly] = {};
+  // Of MODE 3: cosines of the thread's four pairs; sines, if it has the second ones of the pairs.
+  float4 angles[MODE == 3 ? kTurns : 1];
+  const bool is_query = MODE == 3 && tile < turn_by.q_heads;
+  const bool is_value = MODE == 3 && tile >= turn_by.q_heads + turn_by.kv_heads;
   auto load_early = [&]() {
     if (slot < kPass && row < stored) {
       if (MODE != 2 && of.bias != nullptr) bias = Four::load(of.bias + row);
@@ -137,6 +160,25 @@ __global__ void __launch_bounds__(kThreads)
         if (valid(turn)) before[turn] = Four::load(of.out + place(turn));
       }
     }
+    if constexpr (MODE == 3) {
+      for (int j = threadIdx.x; j < mine; j += kThreads) {
+        slots[j] = turn_by.out_loc[first_token + rank + j * SPLIT];
+      }
+      if (is_value) return;
+      const T* const weight = is_query ? turn_by.q_weight : turn_by.k_weight;
+      if (weight != nullptr && slot < kPass) weights = Four::load(weight + piece * 4);
+      int64_t position[kTurns];
+#pragma unroll
+      for (int turn = 0; turn < kTurns; ++turn) {
+        const int token = first_token + rank + (slot + turn * kPass) * SPLIT;
+        position[turn] = valid(turn) ? turn_by.positions[token] : 0;
+      }
+#pragma unroll
+      for (int turn = 0; turn < kTurns; ++turn) {
+        const float* const row = turn_by.cos_sin + position[turn] * kRows;
+        angles[turn] = *reinterpret_cast<const float4*>(row + piece * 4);
+      }
+    }
   };
 
   float sum[TOKENS / 2];
@@ -144,6 +186,10 @@ __global__ void __launch_bounds__(kThreads)
     if (lane == 0) {
       publish_memory();  // x, which the kernel before may have written
       for (int i = 0; i < ahead; ++i) copy_tokens(i, i);
+    }
+    __syncwarp();
+    load_early();
+    if (lane == 0) {
       uint32_t parity = 0;
       for (int i = ahead, stage = 0; i < count; ++i) {
         wait_barrier(empty + stage * 8, parity);
@@ -153,7 +199,6 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
     __syncwarp();
-    load_early();
   } else {
     load_early();
     if (of.squares != nullptr) {  // while the first tokens come: four lanes a token
@@ -266,6 +311,37 @@ __global__ void __launch_bounds__(kThreads)
           next.of[i] = from_float<T>(rounded * to_float(weights.of[i]));
         }
       }
+      if constexpr (MODE == 3) {
+        if (!is_value) {
+          float factor = 1.0f;
+          if (turn_by.q_weight != nullptr) {
+            const float squares = four[0] * four[0] + four[1] * four[1] + four[2] * four[2] +
+                                  four[3] * four[3];
+            factor = rsqrtf(group_sum<kPieces>(squares) / kRows + turn_by.eps);
+          }
+          const bool second_half = piece >= kPieces / 2;
+          const float angle[4] = {angles[turn].x, angles[turn].y, angles[turn].z, angles[turn].w};
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            if (turn_by.q_weight != nullptr) four[i] *= factor * to_float(weights.of[i]);
+            const float other = __shfl_xor_sync(kAll, four[i], kPieces / 2);
+            const float other_angle = __shfl_xor_sync(kAll, angle[i], kPieces / 2);
+            result.of[i] = from_float<T>(second_half ? four[i] * other_angle + other * angle[i]
+                                                     : four[i] * angle[i] - other * other_angle);
+          }
+        }
+        if (!here) continue;
+        const int token = slot + turn * kPass;  // of this block's
+        if (is_query) {
+          const int64_t at = first_token + rank + token * SPLIT;
+          result.store(of.out + (at * turn_by.q_heads + tile) * kRows + piece * 4);
+        } else if (slots[token] >= 0) {
+          const int head = tile - turn_by.q_heads - (is_value ? turn_by.kv_heads : 0);
+          T* const to = is_value ? turn_by.v_slots : turn_by.k_slots;
+          result.store(to + slots[token] * turn_by.slot_step + head * kRows + piece * 4);
+        }
+        continue;
+      }
       if (here) result.store(of.out + place(turn));
       if (MODE == 1 && of.next_norm != nullptr) {
         if (here) next.store(of.scaled + place(turn));
@@ -288,9 +364,13 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 // (out [M, N], x [M, K], w [N, K], bias [N] or None, squares [M, parts] or None, eps, next_norm [N]
-//  or None, scaled [M, N] or None, next_squares [M, tiles] or None, bytes of shared memory)
+//  or None, scaled [M, N] or None, next_squares [M, tiles] or None, bytes of shared memory; with
+//  MODE 3, where out is [M, q heads, d], also positions [M], slots of the tokens [M], cos_sin [n, d],
+//  q_weight [d] or None, k_weight, eps of the heads, k_slots [slots, kv heads, d], v_slots, q heads,
+//  kv heads)
 EXPORT(wide_linear) {
-  static_assert(MODE != 1 || GROUPS <= 2, "a token's squares are summed within a warp");
+  static_assert((MODE != 1 && MODE != 3) || GROUPS <= 2, "a warp sums a token's squares");
+  static_assert(MODE != 3 || TOKENS <= 128, "angles wait in registers");
   Arguments of = {};
   of.out = args.data<T>(0);
   of.bias = args.data<const T>(3);
@@ -304,6 +384,20 @@ EXPORT(wide_linear) {
   of.k = static_cast<int>(args.size(1, 1));
   of.rows = static_cast<int>(args.size(2, 0));
   of.parts = of.squares != nullptr ? static_cast<int>(args.size(4, 1)) : 0;
+  Turn turn = {};
+  if (MODE == 3) {
+    turn.positions = args.data<const int>(10);
+    turn.out_loc = args.data<const int>(11);
+    turn.cos_sin = args.data<const float>(12);
+    turn.q_weight = args.data<const T>(13);
+    turn.k_weight = args.data<const T>(14);
+    turn.eps = args.number(15);
+    turn.k_slots = args.data<T>(16);
+    turn.v_slots = args.data<T>(17);
+    turn.slot_step = args.stride(16, 0);
+    turn.q_heads = static_cast<int>(args.integer(18));
+    turn.kv_heads = static_cast<int>(args.integer(19));
+  }
   const int room = static_cast<int>(args.integer(9)) - kTail - 1024;
   const int chunks = (of.k / kChunk + SPLIT - 1) / SPLIT;
   of.stages = room / kStageBytes;
@@ -326,5 +420,5 @@ EXPORT(wide_linear) {
   const int stored = MODE == 2 ? of.rows / 2 : of.rows;
   const int64_t tiles = (stored + kOutputs - 1) / kOutputs;
   return launch_clusters(wide_linear, tiles * of.token_tiles * SPLIT, SPLIT, kThreads, shared,
-                         args.stream(), weight_map, token_map, of);
+                         args.stream(), weight_map, token_map, of, turn);
 }

@@ -231,7 +231,8 @@ class Engine(StepEngine):
         self._runner = runner
         few, many = 1, min(64, self.max_seq_len, config.max_prefill_tokens)
         runner.compile_kernels([tables.dummy_step([0], [n]) for n in (few, many)])
-        own = {tokens: asdict(way) for tokens, way in network.model.choose_products().items()}
+        chosen = network.model.choose_products(attention.fuses)
+        own = {tokens: asdict(way) for tokens, way in chosen.items()}
         most = CUDA_GRAPH_MAX_BS if config.cuda_graph_max_bs is None else config.cuda_graph_max_bs
         sizes = graph_sizes(min(most, requests))
         for able, what in (

@@ -24,7 +24,7 @@ from minisgl.moe.layer import MoeMLP
 from minisgl_kernels import skinny_linear, wide_linear
 from minisgl_kernels.build import KernelUnavailable
 from minisgl_kernels.qk_rope_store import qk_rope_store_function
-from minisgl_kernels.wide_linear import Normed
+from minisgl_kernels.wide_linear import Normed, Turned
 
 TIMED_LAYERS = 12
 """More would only take longer to time: their weights are beyond the L2 cache."""
@@ -84,15 +84,44 @@ class Attention(BaseOP):
         turn = None if rope.table is None else self._turn(rope.table)
         if turn is not None and batch.is_decode and len(qkv) <= attn.fuses:
             out = attn.forward_qkv(qkv, turn, self._layer, pool, batch)
-        else:
-            q = self._turn_and_store(qkv, rope, turn, batch, pool)
-            out = attn.forward(q, self._layer, pool, batch)
-        return out.reshape(-1, self._q * self._dim)
+            return out.reshape(-1, self._q * self._dim)
+        q = self._turn_and_store(qkv, rope, turn, batch, pool)
+        return self.attend(q, batch, attn, pool)
+
+    def attend(
+        self, q: torch.Tensor, batch: ForwardBatch, attn: AttentionBackend, pool: KVPool
+    ) -> torch.Tensor:
+        """From queries [T, heads, dim] to what the O projection takes."""
+        return attn.forward(q, self._layer, pool, batch).reshape(-1, self._q * self._dim)
+
+    def turned(
+        self, rope: Rope, batch: ForwardBatch, attn: AttentionBackend, pool: KVPool
+    ) -> Turned | None:
+        """What a QKV product that turns its heads is told; None where attention does that."""
+        if rope.table is None or len(batch.positions) <= attn.fuses:
+            return None
+        return Turned(
+            *self._turn_weights, rope.table, batch.positions, batch.out_loc, pool.k(self._layer),
+            pool.v(self._layer), self._q, self._kv,
+        )  # fmt: skip
+
+    def turned_alone(self, table: torch.Tensor, tokens: int) -> Turned:
+        """The same for some tokens that come first, each to a slot of its own that is kept nowhere
+        else."""
+        ids = torch.arange(tokens, dtype=torch.int32, device=table.device)
+        slots = self.qkv_proj.weight.new_empty((2, tokens, self._kv, self._dim))
+        return Turned(
+            *self._turn_weights, table, ids * 0, ids, slots[0], slots[1], self._q, self._kv
+        )
+
+    @property
+    def _turn_weights(self) -> tuple[torch.Tensor | None, torch.Tensor | None, float]:
+        if self.q_norm is None or self.k_norm is None:
+            return None, None, 0.0
+        return self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
 
     def _turn(self, table: torch.Tensor) -> Turn:
-        if self.q_norm is None or self.k_norm is None:
-            return Turn(table)
-        return Turn(table, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        return Turn(table, *self._turn_weights)
 
     def _turn_and_store(
         self, qkv: torch.Tensor, rope: Rope, turn: Turn | None, batch: ForwardBatch, pool: KVPool
@@ -166,18 +195,28 @@ class DecoderLayer(BaseOP):
         `ready` is h behind `input_layernorm`, and the result is it behind that of `following`, the
         next layer, where products leave that behind.
         """
-        attention = self.self_attn
-        qkv = kernels.normed(ways.qkv, h, ready, self.input_layernorm, attention.qkv_proj)
-        heads = attention.heads(qkv, rope, batch, attn, pool)
+        attention, norm = self.self_attn, self.input_layernorm
+        turned, q = attention.turned(rope, batch, attn, pool), None
+        if turned is not None:
+            q = kernels.turned(ways.qkv, h, ready, norm, attention.qkv_proj, turned)
+        if q is not None:
+            heads = attention.attend(q, batch, attn, pool)
+        else:
+            qkv = kernels.normed(ways.qkv, h, ready, norm, attention.qkv_proj)
+            heads = attention.heads(qkv, rope, batch, attn, pool)
         return self._behind_attention(h, heads, kernels, ways, following)
 
     def products_alone(
         self, h: torch.Tensor, ready: Normed | None, heads: torch.Tensor, kernels: Kernels,
-        ways: Ways, following: "DecoderLayer | None",
+        ways: Ways, following: "DecoderLayer | None", turned: Turned | None,
     ) -> Normed | None:  # fmt: skip
-        """`forward_few` without attention, to be timed: its result is `heads`."""
-        qkv_proj = self.self_attn.qkv_proj
-        kernels.normed(ways.qkv, h, ready, self.input_layernorm, qkv_proj)
+        """`forward_few` without attention, to be timed: its result is `heads`. With `turned` the
+        heads of the QKV product are turned."""
+        qkv_proj, norm = self.self_attn.qkv_proj, self.input_layernorm
+        if turned is None or kernels.turned(ways.qkv, h, ready, norm, qkv_proj, turned) is None:
+            qkv = kernels.normed(ways.qkv, h, ready, norm, qkv_proj)
+            if turned is not None and (apart := qk_rope_store_function()) is not None:
+                apart(qkv, *turned)
         return self._behind_attention(h, heads, kernels, ways, following)
 
     def _behind_attention(
@@ -231,9 +270,9 @@ class Decoder(BaseOP):
         self._device = device
 
     @torch.inference_mode()
-    def choose_products(self) -> dict[int, Ways]:
+    def choose_products(self, fuses: int = 0) -> dict[int, Ways]:
         """Time who computes products of few tokens faster. On CUDA, and not on the default
-        stream."""
+        stream. Attention of up to `fuses` tokens turns the heads by itself."""
         dense = [layer for layer in self._layers if isinstance(layer.mlp, MLP)]
         if not self._own or not dense:
             return {}
@@ -243,11 +282,16 @@ class Decoder(BaseOP):
             skinny_tokens=skinny_linear.max_tokens(),
             wide=wide_linear.wide_linear_function() if wide else None,
             wide_add=wide_linear.wide_add,
+            wide_turn=wide_linear.wide_turn,
             wide_tokens=wide_linear.max_tokens(),
         )
         if not kernels.most:
             return {}
         some = dense[: min(len(dense), TIMED_LAYERS)]
+        table = self._rope_table
+
+        def turned_heads(tokens: int) -> int:
+            return 0 if table is None or tokens <= fuses else table.shape[1]
 
         def calls(tokens: int, ways: Ways) -> list[Callable[[], object]]:
             """A layer's products each, on any numbers."""
@@ -258,11 +302,18 @@ class Decoder(BaseOP):
                 for width in (hidden, heads)
             )
             ready: list[Normed | None] = [None]
+            turned = [
+                first.turned_alone(table, tokens) if table is not None and tokens > fuses else None
+                for _ in some
+            ]
 
-            def run(layer: DecoderLayer, following: DecoderLayer) -> None:
-                ready[0] = layer.products_alone(h, ready[0], x, kernels, ways, following)
+            def run(i: int) -> None:
+                following = some[(i + 1) % len(some)]
+                ready[0] = some[i].products_alone(
+                    h, ready[0], x, kernels, ways, following, turned[i]
+                )
 
-            return [partial(run, *pair) for pair in zip(some, some[1:] + some[:1], strict=True)]
+            return [partial(run, i) for i in range(len(some))]
 
         layer, mlp = dense[0], dense[0].mlp
         assert isinstance(mlp, MLP)
@@ -274,7 +325,7 @@ class Decoder(BaseOP):
                 wide_linear.MODES, strict=True,
             )
         }  # fmt: skip
-        run_trial(self._choice, kernels, shapes, len(some), calls)
+        run_trial(self._choice, kernels, shapes, turned_heads, len(some), calls)
         return self._choice.chosen
 
     @property

@@ -21,11 +21,16 @@ from minisgl_kernels.skinny_linear import SkinnyLinear
 from minisgl_kernels.wide_linear import (
     Blocks,
     Normed,
+    Turned,
     WideAdd,
     WideLinear,
+    WideTurn,
     computes,
     likely_blocks,
+    turning_blocks,
+    turns,
     wide_add,
+    wide_turn,
 )
 
 GROUPS = (1, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256)
@@ -84,6 +89,7 @@ class Kernels:
     skinny_tokens: int = 0
     wide: WideLinear | None = None
     wide_add: WideAdd = wide_add
+    wide_turn: WideTurn = wide_turn
     wide_tokens: int = 0
 
     @property
@@ -94,14 +100,18 @@ class Kernels:
             self.wide_tokens if self.wide is not None else 0,
         )
 
-    def options(self, tokens: int, shapes: Shapes) -> Options:
-        """Those for so many tokens."""
+    def options(self, tokens: int, shapes: Shapes, turned_heads: int = 0) -> Options:
+        """Those for so many tokens. `turned_heads`: size of the heads that are turned behind the
+        QKV product, or 0."""
         found = {name: [LIBRARY] for name in shapes}
         for name, shape in shapes.items():
             if self.skinny is not None and tokens <= min(self.skinny_tokens, SKINNY_TOKENS):
                 found[name].append(Option(Way.SKINNY))
             if self.wide is not None and tokens <= self.wide_tokens and computes(*shape):
-                found[name] += [Option(Way.WIDE, cut) for cut in likely_blocks(tokens, *shape)]
+                cuts = likely_blocks(tokens, *shape)
+                if name == "qkv" and turned_heads:
+                    cuts = [*turning_blocks(tokens, *shape[:2], turned_heads), *cuts]
+                found[name] += [Option(Way.WIDE, cut) for cut in dict.fromkeys(cuts)]
         return found
 
     def normed(
@@ -120,6 +130,23 @@ class Kernels:
             )
         x = project.forward(norm.forward(h))
         return silu_and_mul(x) if silu else x
+
+    def turned(
+        self, option: Option, h: torch.Tensor, ready: Normed | None, norm: RMSNorm, project: Linear,
+        turned: Turned,
+    ) -> torch.Tensor | None:  # fmt: skip
+        """`normed`, and what comes before attention: queries [T, heads, dim], while keys and
+        values are stored. None, and nothing is done, if the QKV product is not computed so."""
+        dim = turned.cos_sin.shape[1]
+        if (
+            option.way != Way.WIDE or self.wide is None or option.cut is None
+            or not turns(len(h), *project.weight.shape, dim, option.cut)
+        ):  # fmt: skip
+            return None
+        x = norm.forward(h) if ready is None else ready
+        return self.wide_turn(
+            x, project.weight, turned, eps=norm.eps, bias=project.bias, blocks=option.cut
+        )
 
     def added(
         self, option: Option, h: torch.Tensor, x: torch.Tensor, by: RowParallelLinear,

@@ -12,11 +12,15 @@ Chain = Callable[[int, Ways], Sequence[Callable[[], object]]]
 """For some tokens and ways: calls that compute a layer's products each, of layers in a row."""
 
 
-def run_trial(choice: Choice, kernels: Kernels, shapes: Shapes, layers: int, chain: Chain) -> None:
+def run_trial(
+    choice: Choice, kernels: Kernels, shapes: Shapes, turned_heads: Callable[[int], int],
+    layers: int, chain: Chain,
+) -> None:  # fmt: skip
     """Make the choice, or take what was found for such layers at an earlier start. Then the
     kernels that it needs are compiled. On CUDA, and not on the default stream.
 
-    `chain` has this many `layers`, with weights of these `shapes`.
+    `chain` has this many `layers`, with weights of these `shapes`. `turned_heads`: for so many
+    tokens, the size of the heads that are turned behind a QKV product, or 0.
     """
 
     def seconds(tokens: int, ways: Ways) -> float:
@@ -29,8 +33,11 @@ def run_trial(choice: Choice, kernels: Kernels, shapes: Shapes, layers: int, cha
                 chain(tokens, ways)[0]()
         prepare(variants)
 
-    options = {tokens: kernels.options(tokens, shapes) for tokens in GROUPS}
-    name = f"products {dict(shapes)} {layers} {kernels.skinny_tokens} {kernels.wide_tokens}"
+    options = {tokens: kernels.options(tokens, shapes, turned_heads(tokens)) for tokens in GROUPS}
+    turned = [tokens for tokens in GROUPS if turned_heads(tokens)]
+    name = (
+        f"products {dict(shapes)} {layers} {kernels.skinny_tokens} {kernels.wide_tokens} {turned}"
+    )
     if not choice.restore(measured().get(name), options.__getitem__):
         compile_all((tokens, ways) for tokens in GROUPS for ways in covering(options[tokens]))
         choice.decide(options.__getitem__, seconds)

@@ -1,7 +1,9 @@
 """Few tokens go through a layer in another way, which gives the same."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,12 @@ from minisgl.models.products import Choice, Kernels, Option, Way, Ways
 from minisgl_kernels import skinny_linear, wide_linear
 from minisgl_kernels.measured import Measured
 from minisgl_kernels.skinny_linear import skinny_linear_reference
-from minisgl_kernels.wide_linear import wide_add_reference, wide_linear_reference
+from minisgl_kernels.wide_linear import (
+    Blocks,
+    wide_add_reference,
+    wide_linear_reference,
+    wide_turn_reference,
+)
 from tests.unit.models.stepper import Stepper
 
 Tiny = Callable[[str], Path]
@@ -45,6 +52,29 @@ def test_few_tokens_give_what_many_give(tiny: Tiny, family: str, ways: Ways) -> 
     prompt = list(range(4, 24))
     for work in ((0, prompt, 0), (0, [30], 20)):
         torch.testing.assert_close(few.step(work), plain.step(work), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+def test_a_product_that_turns_its_heads_gives_the_same(
+    tiny: Tiny, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def turn(*args: Any, **options: Any) -> torch.Tensor:
+        calls.append(len(args[2].positions))
+        return wide_turn_reference(*args, **options)
+
+    monkeypatch.setattr(products, "turns", lambda *_: True)
+    plain, few = Stepper(tiny(family)), Stepper(tiny(family))
+    model = few.model.model
+    model._rope_table = model.rotary.table(64)
+    model._kernels = replace(KERNELS, wide_turn=turn)
+    model._choice = Always(Ways(Option(Way.WIDE, Blocks(1)), W, W, W))
+    few.backend.fuses = 2
+    for work in ((0, [4, 5], 0), (0, list(range(4, 24)), 2), (0, [30, 31, 32], 22)):
+        torch.testing.assert_close(few.step(work), plain.step(work), rtol=1e-4, atol=1e-4)
+    layers = len(model._layers)
+    assert calls == [20] * layers + [3] * layers, "few tokens are turned by attention"
 
 
 def test_ways_are_timed_over_some_layers_that_hand_on_to_each_other(

@@ -16,7 +16,7 @@ from minisgl.models.products import (
     covering,
 )
 from minisgl_kernels.skinny_linear import skinny_linear_reference
-from minisgl_kernels.wide_linear import Blocks, wide_linear_reference
+from minisgl_kernels.wide_linear import Blocks, turns, wide_linear_reference
 
 L, S, W = (Option(way) for way in Way)
 WIDE, TALL = Option(Way.WIDE, Blocks(1)), Option(Way.WIDE, Blocks(2, 4))
@@ -83,6 +83,17 @@ def test_a_kernel_is_an_option_up_to_its_most_tokens() -> None:
     one, two, three = Way
     assert ways == [[one, two, three], [one, two, three], [one, three], [one, three], [one]]
     assert Kernels(skinny_tokens=32, wide_tokens=256).most == 0
+
+
+def test_where_heads_are_turned_the_first_cut_has_a_head_in_a_block() -> None:
+    kernels = Kernels(wide=wide_linear_reference, wide_tokens=256)
+    shapes = {**SHAPES, "qkv": (4096, 1024, 0)}
+    for tokens in (33, 128, 256):
+        turned, plain = (kernels.options(tokens, shapes, heads) for heads in (128, 0))
+        cut = turned["qkv"][1].cut
+        assert cut is not None and turns(tokens, 4096, 1024, 128, cut)
+        assert set(plain["qkv"]) <= set(turned["qkv"])
+        assert turned["o"] == plain["o"]
 
 
 def test_all_options_are_covered_by_few_layers() -> None:
