@@ -31,7 +31,8 @@ def test_the_api_server_takes_an_example_and_drops_no_field_of_it(
     for one in found:
         # Strict: a field that the schema does not know is an error, not dropped.
         api_server.kubectl(
-            "create", "--validate=strict", "--dry-run=server", "-n", namespace, "-f", "-",
+            "create", "--validate=strict", "--dry-run=server", "-f", "-",
+            "-n", one["metadata"].get("namespace", namespace),
             stdin=json.dumps(one),
         )  # fmt: skip
 

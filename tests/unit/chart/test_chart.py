@@ -143,6 +143,24 @@ def test_every_metric_of_dashboard_and_examples_exists(helm: str) -> None:
     assert asked and asked <= there
 
 
+def test_no_query_adds_up_objects_of_one_name_in_two_namespaces() -> None:
+    file = ROOT / "examples" / "07-keda" / "minisglang.yaml"
+    model, scaler = yaml.safe_load_all(file.read_text())
+    place = {"namespace": model["metadata"]["namespace"], "service": model["metadata"]["name"]}
+    assert scaler["metadata"]["namespace"] == place["namespace"]
+    assert scaler["spec"]["scaleTargetRef"]["name"] == place["service"]
+    query = scaler["spec"]["triggers"][0]["metadata"]["query"]
+    selectors = re.findall(r"minisgl_\w+({[^}]*})?", query)
+    assert len(selectors) == 2
+    for selector in selectors:
+        assert dict(re.findall(r'(\w+)="([^"]*)"', selector)) == place
+    board = json.loads((CHART / "dashboard.json").read_text())
+    for expr in re.findall(r'"expr": "((?:[^"\\]|\\.)*)"', json.dumps(board)):
+        if "minisgl_operator_" not in expr:
+            assert expr.count("namespace=~") == len(re.findall(r"minisgl_\w+", expr))
+            assert all("namespace" in by for by in re.findall(r"by \(([^)]*)\)", expr))
+
+
 def test_a_value_that_is_unknown_or_wrong_is_refused_by_name(helm: str) -> None:
     for value, named in [
         ("operator.replica=2", "replica"),
