@@ -204,8 +204,8 @@ class _Groups:
         if lost:
             memory = replace(memory, avoided=tuple(sorted(self.survey.lost)))
         wait = (memory.not_before or 0.0) - (memory.last_restart or 0.0)
-        text = f"{end.event}; {end.failure.sentence()}" if end.counts else end.event
-        text += f"; it starts again in {wait:.0f} s" if wait >= 1 else "; it starts again"
+        again = f"it starts again in {wait:.0f} s" if wait >= 1 else "it starts again"
+        text = f"{end.event}; {again}"
         self.actions.append(Post("Warning", "NodeLost" if lost else "GroupRestarting", text))
         return memory
 

@@ -95,9 +95,9 @@ def ending(survey: Survey, life: Life, decided: float) -> Ending | None:
         if pod.phase == "Failed" and not pod.killed:
             status: Manifest = pod.manifest.get("status") or {}
             reason = re.sub(r"\W", "", status.get("reason") or "") or "PodFailed"
-            why = first_line(status.get("message") or "") or "its pod has failed"
+            why = first_line(status.get("message") or "")
             failure = _of_pod(survey, pod, wall, reason, why)
-            return Ending(failure, f"group {life.index}: pod {pod.name} failed: {why}", counts=True)
+            return Ending(failure, f"group {life.index}: {failure.sentence()}", counts=True)
         if evicted is not None:
             reason = _EVICTIONS.get(str(evicted.get("reason")), "Evicted")
             why = str(evicted.get("message") or "the pod was evicted")[:MESSAGE_CHARACTERS]
@@ -114,15 +114,21 @@ def ending(survey: Survey, life: Life, decided: float) -> Ending | None:
         for pod in life.pods:
             if pod.exited:
                 why = f"a rank of pod {pod.name} has ended"
-                found = _newest(survey, life) or _of_pod(survey, pod, wall, "RankExited", why)
-                return Ending(found, f"group {life.index}: {why}", counts=True)
+                newest = _newest(survey, life)
+                found = newest or _of_pod(survey, pod, wall, "RankExited", why)
+                return Ending(found, f"group {life.index}: {_with(why, newest)}", counts=True)
     deadline = start_deadline(survey, life)
     if deadline is not None and survey.observed.wall >= deadline:
         limit = policy.startup_timeout_seconds
         why = f"it did not serve within {limit} s of its start"
-        found = _newest(survey, life) or Failure(wall, "StartupTimeout", why)
-        return Ending(found, f"group {life.index}: {why}", counts=True)
+        newest = _newest(survey, life)
+        found = newest or Failure(wall, "StartupTimeout", why)
+        return Ending(found, f"group {life.index}: {_with(why, newest)}", counts=True)
     return None
+
+
+def _with(why: str, exit_: Failure | None) -> str:
+    return f"{why}; {exit_.sentence()}" if exit_ else why
 
 
 def start_deadline(survey: Survey, life: Life) -> float | None:

@@ -147,13 +147,13 @@ def _ready(
             "Ready",
             "True",
             "Serving",
-            f"{len(serving)} of {spec.replicas} groups serve {obj.name}",
+            f"{_share(len(serving), spec.replicas)} {obj.name}",
         )
     if serving:
         return no(
             "WaitingForRanks",
-            f"{len(serving)} groups of an older revision serve, none of revision "
-            f"{survey.desired.revision} yet{_because(found)}",
+            f"{_count(len(serving), 'group')} of an older revision {_serve(len(serving))}, none of "
+            f"revision {survey.desired.revision} yet{_because(found)}",
         )
     capacity = next((t for t in found if t.reason == "InsufficientCapacity"), None)
     if capacity is not None:
@@ -172,7 +172,7 @@ def _progressing(survey: Survey, found: list[Trouble]) -> Condition:
     if spec.suspend and not survey.pods:
         return Condition("Progressing", "False", "Suspended", "spec.suspend is true: no pod runs")
     if settled(survey):
-        text = f"all {wanted} groups serve revision {survey.desired.revision}"
+        text = f"{_share(wanted, wanted)} revision {survey.desired.revision}"
         return Condition("Progressing", "False", "RolloutComplete", text)
     serving = sum(survey.answers(life) for life in lives)
     stalled = [life for life in lives if _stalled(survey, life)]
@@ -183,21 +183,35 @@ def _progressing(survey: Survey, found: list[Trouble]) -> Condition:
             "Progressing",
             "False",
             "ProgressDeadlineExceeded",
-            f"{serving} of {wanted} groups serve, and nothing moves; stuck: {which}"
-            + _because(found),
+            f"{_share(serving, wanted)}, and nothing moves; stuck: {which}" + _because(found),
         )
     old = [life for life in lives if life.revision != survey.desired.revision]
     if len(lives) != wanted or (draining and len(survey.groups) > len(lives)):
-        reason, text = "Scaling", f"from {len(lives)} to {wanted} groups"
+        reason, text = "Scaling", f"from {len(lives)} to {_count(wanted, 'group')}"
         if len(lives) == wanted:
-            text = f"{len(survey.groups) - wanted} groups that are not wanted any more end"
+            gone = len(survey.groups) - wanted
+            are, end = ("is", "ends") if gone == 1 else ("are", "end")
+            text = f"{_count(gone, 'group')} that {are} not wanted any more {end}"
     elif old:
         done = len(lives) - len(old)
         reason = "RollingOut"
-        text = f"{done} of {wanted} groups are of revision {survey.desired.revision}"
+        are = "is" if wanted == 1 else "are"
+        text = f"{done} of {_count(wanted, 'group')} {are} of revision {survey.desired.revision}"
     else:
-        reason, text = "Starting", f"{serving} of {wanted} groups serve"
+        reason, text = "Starting", _share(serving, wanted)
     return Condition("Progressing", "True", reason, text)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _serve(number: int) -> str:
+    return "serves" if number == 1 else "serve"
+
+
+def _share(serving: int, wanted: int) -> str:
+    return f"{serving} of {_count(wanted, 'group')} {_serve(wanted)}"
 
 
 def _stalled(survey: Survey, life: Life) -> bool:
@@ -234,7 +248,7 @@ def _waits(survey: Survey) -> str:
             if said := unscheduled(survey, pod):
                 return f": {said}"
         if len(life.pods) < life.size:
-            return f": group {index} has {len(life.pods)} of {life.size} pods"
+            return f": group {index} has {len(life.pods)} of {_count(life.size, 'pod')}"
         if all(pod.serves for pod in life.pods):
             return f": {unheard_ranks(index)}"
         if said := unready_beside(life):
@@ -296,7 +310,7 @@ def _redis(survey: Survey) -> Condition:
 def _ranks(survey: Survey) -> Condition:
     wanted = survey.observed.obj.group_indices_wanted
     serving = sum(survey.answers(life) for life in survey.current.values())
-    text = f"{serving} of {wanted} groups serve"
+    text = _share(serving, wanted)
     if serving >= wanted:
         return Condition("RanksReady", "True", "PodsReady", text)
     phases = ", ".join(
@@ -336,7 +350,8 @@ def _some_ready(survey: Survey, kind: str) -> bool:
 def _role(survey: Survey, role: str) -> Condition:
     kind = {value: key for key, value in _DEPLOYMENTS.items()}[role]
     name, ready, wanted = _deployment(survey, role)
-    text = f"Deployment {name}: {ready} of {wanted} pods are ready"
+    are = "is" if wanted == 1 else "are"
+    text = f"Deployment {name}: {ready} of {_count(wanted, 'pod')} {are} ready"
     if unheard := [pod.name for pod in survey.pods if pod.role == role and survey.unheard(pod)]:
         text += f" and heard of in Redis; not heard of: {', '.join(unheard[:4])}"
     if ready >= wanted and (ready > 0 or survey.observed.obj.spec.suspend):

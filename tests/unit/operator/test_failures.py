@@ -208,6 +208,18 @@ def test_a_failed_pod_ends_its_group_and_is_told() -> None:
     assert failure["reason"] == "Evicted" and "low on memory" in failure["message"]
 
 
+def test_the_event_of_a_failed_pod_says_each_thing_once() -> None:
+    for status in ({"reason": "Evicted", "message": "The node was low on memory"}, {}):
+        made = world()
+        pod = made.rank_pods()[0]
+        pod["status"] |= {"phase": "Failed", **status}
+        made.operate()
+        (text,) = made.events("GroupRestarting")
+        for said in (*status.values(), pod["metadata"]["name"]):
+            assert text.count(said) == 1
+        assert text.lower().count("failed") == (not status)
+
+
 def test_a_pod_that_somebody_deleted_and_whose_grace_ran_out_is_no_failure_of_the_group() -> None:
     made = world()
     pod = made.rank_pods()[0]

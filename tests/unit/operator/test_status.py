@@ -66,6 +66,15 @@ def test_a_group_that_ends_is_no_scaling_from_a_number_to_the_same() -> None:
     assert conditions(made.status)["Progressing"] == ("True", "Scaling")
 
 
+def test_one_group_and_one_pod_are_told_of_in_the_singular() -> None:
+    made = world(replicas=1)
+    assert message(made.status, "Ready") == "1 of 1 group serves llm"
+    assert message(made.status, "GatewayReady") == "Deployment llm-gateway: 1 of 1 pod is ready"
+    made.change(replicas=0)
+    made.operate()
+    assert message(made.status, "Progressing") == "1 group that is not wanted any more ends"
+
+
 def test_h52_ready_waits_for_a_group_of_this_generation() -> None:
     made = world(replicas=2, rolloutStrategy={"maxUnavailable": 1})
     made.change(image="good:2")
