@@ -32,11 +32,16 @@ ROWS = 64
 """Of a warpgroup."""
 SHARED_BYTES = 232_448
 """That a block may have on Hopper, all told."""
+HALF_BYTES = SHARED_BYTES // 2 - 1024
+"""So that a multiprocessor holds two."""
+SMS = 132
 _STORE, _ADD, _SILU, _TURN = range(4)
 MODES = (_STORE, _ADD, _SILU, _ADD)
 """Of a layer's products: QKV, O, gate and up, down."""
 _TAIL = 256 * 4 + 2 * 16 * 8 + 1024
 """Bytes of shared memory beside tiles and sums: scales, barriers, and what alignment may take."""
+LARGE = 1 << 24
+"""Weights from which on a product lasts by its bytes, and not by its start and its end."""
 _TURN_TAIL = 256 * 4
 """And so many more for the slots of the tokens' keys and values."""
 _TURN_TOKENS = 128
@@ -217,7 +222,7 @@ def turning_blocks(tokens: int, rows: int, k: int, dim: int) -> list[Blocks]:
     ]
     cuts = [cut for cut in cuts if cut.ways == 1 and cut.split <= 2 and cut.tiles <= 3]
     cuts.sort(key=lambda cut: abs(math.log2(blocks_of(rows, cut) / 72)))
-    return cuts[:2] + [cut._replace(shared=SHARED_BYTES // 2 - 1024) for cut in cuts[:1]]
+    return cuts[:2] + [cut._replace(shared=HALF_BYTES) for cut in cuts[:1]]
 
 
 def _call(
@@ -261,9 +266,20 @@ def likely_blocks(tokens: int, rows: int, k: int, mode: int) -> list[Blocks]:
 
     With about 64 blocks the next product's, with their weights, stand on the other multiprocessors
     already. Twice as many, each with half of the shared memory, leave it room on the same ones.
-    Many tokens go in parts to blocks of more rows: fewer bytes come from the L2 cache.
+    Many tokens go in parts to blocks of more rows: fewer bytes come from the L2 cache. Where the
+    weights alone take longer than all that, multiprocessors must have even shares of them.
     """
     tokens = -(-tokens // TILE) * TILE
+    if rows * k >= LARGE:
+        cuts = [cut for cut in possible_blocks(rows, k, tokens, mode) if cut.ways == 1]
+        cuts.sort(key=lambda cut: _microseconds(tokens, rows, k, cut))
+        pairs = [
+            cut._replace(shared=HALF_BYTES)
+            for cut in cuts
+            if SMS < blocks_of(rows, cut) <= 2 * SMS
+            and 3 * 2 * K_STEP * (ROWS * cut.groups + width_of(tokens, cut)) < HALF_BYTES - _TAIL
+        ]
+        return cuts[:5] + pairs[:2]
     few = tokens <= 32
     forms = [(1, 1), (2, 1), (3, 1)] if few else [(1, 1), (2, 1), (2, 2)]
     if tokens > 96:
@@ -271,12 +287,12 @@ def likely_blocks(tokens: int, rows: int, k: int, mode: int) -> list[Blocks]:
     found = []
     for shared, wanted, some, count in (
         (SHARED_BYTES, 56, forms, 4),
-        (SHARED_BYTES // 2 - 1024, 150, [(1, 2), (1, 3)], 1 if few else 2),
+        (HALF_BYTES, 150, [(1, 2), (1, 3)], 1 if few else 2),
     ):  # fmt: skip
         cuts = [
             cut
             for cut in possible_blocks(rows, k, tokens, mode)
-            if (cut.groups, cut.tiles) in some and cut.ways == 1
+            if (cut.groups, cut.tiles) in some and cut.ways == 1 and cut.split != 3
         ]
         cuts.sort(key=lambda cut: abs(math.log2(blocks_of(rows, cut) / wanted)))
         found += [cut._replace(shared=shared) for cut in cuts[:count]]
@@ -284,6 +300,17 @@ def likely_blocks(tokens: int, rows: int, k: int, mode: int) -> list[Blocks]:
     if tokens <= 96 and single and 2 * single[0].split <= k // K_STEP:
         found.append(single[0]._replace(ways=2))
     return found or possible_blocks(rows, k, tokens, mode)[:1]
+
+
+def _microseconds(tokens: int, rows: int, k: int, cut: Blocks) -> float:
+    """About how long a product takes on an H200 whose weights come from memory: what each
+    multiprocessor copies and multiplies, by what was measured there, and a start for each turn of
+    blocks."""
+    width, height, deep = width_of(tokens, cut), ROWS * cut.groups, -(-k // cut.split)
+    copied = 2 * (width + height) * deep / 71_000
+    multiplied = 2 * width * height * deep / (750e6 / SMS)
+    taken = -(-blocks_of(rows, cut) // SMS) * (max(copied, multiplied) + 3)
+    return max(taken, 2 * rows * k / 4.1e6) + taken / 20
 
 
 def blocks_of(rows: int, cut: Blocks) -> int:
@@ -300,7 +327,7 @@ def possible_blocks(rows: int, k: int, tokens: int, mode: int) -> list[Blocks]:
     """All cuts that a block's registers and shared memory, and a cluster, hold."""
     found = []
     for groups, ways, split, tiles in itertools.product(
-        (1, 2, 3), (1, 2), (1, 2, 4, 8), range(1, 5)
+        (1, 2, 3), (1, 2), (1, 2, 3, 4, 8), range(1, 5)
     ):
         cut = Blocks(groups, split, tiles, ways)
         width, height = width_of(tokens, cut), ROWS * groups
