@@ -110,7 +110,8 @@ class EngineConfig:
         None, "largest decode batch captured as a CUDA graph, 0: none (default: 256)"
     )
     overlap_scheduling: bool = flag(
-        True, "prepare the next step while this one is computed; outputs are the same either way"
+        True,
+        "prepare the next step while a GPU computes this one; outputs are the same either way",
     )
     pynccl: bool = flag(True, "call NCCL directly rather than through torch.distributed")
     load_format: str = flag(

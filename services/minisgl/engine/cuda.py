@@ -72,6 +72,8 @@ class _Graph:
 class CudaRunner:
     """Queues steps on `stream`."""
 
+    synchronous = False
+
     def __init__(
         self,
         parts: Parts,

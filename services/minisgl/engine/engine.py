@@ -149,6 +149,10 @@ class Engine(StepEngine):
         return self._live.forward(step)
 
     @property
+    def synchronous(self) -> bool:  # type: ignore[override]
+        return self._live.synchronous
+
+    @property
     def waited(self) -> float:  # type: ignore[override]
         return self._live.waited
 

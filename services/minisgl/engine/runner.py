@@ -32,6 +32,8 @@ class Runner(Protocol):
     """Computes steps in order."""
 
     parts: Parts
+    synchronous: bool
+    """As `StepEngine.synchronous`."""
 
     @property
     def waited(self) -> float:
@@ -51,6 +53,7 @@ class Runner(Protocol):
 class HostRunner:
     """Runs the model, on a CPU; the tokens are there when `forward` returns."""
 
+    synchronous = True
     waited = 0.0
 
     def __init__(self, parts: Parts) -> None:

@@ -85,6 +85,8 @@ class StepEngine(ABC):
     """Most tokens of prompt and output together that the tables and the model allow."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    synchronous: bool = False
+    """A step is computed when `forward` returns: its result costs no wait, whenever it is read."""
     prefill_rate: float = float("inf")
     """About how many tokens of prompts it computes in a second."""
     waited: float = 0.0

@@ -250,10 +250,11 @@ class LLM:
                 batch = [_abort(pending) for pending in self._collector.cut]
                 self._collector.cut.clear()
                 self._within_step = False
+                counts = self._collector.take_counts()  # else the next call would see them too
                 if worked and self.on_step is not None:
                     seconds = time.perf_counter() - began
                     waited = self._engine.waited - waited
-                    self.on_step(StepTimes(seconds, *self._collector.take_counts(), waited))
+                    self.on_step(StepTimes(seconds, *counts, waited))
                 signals.deliver()
 
     def _encode(self, prompts: str | Sequence[str] | Sequence[Sequence[int]]) -> list[Ids]:

@@ -8,7 +8,9 @@ loop queues step N before it reads the result of step N-1, so that the device ne
 host: a sampled token reaches the next step through the token pool on the device. Until a result
 is read the host does not know whether it ended a request; such a request may be in the next step
 already, is then `dead`, and keeps its row and its pages until that step's result is read too. So
-there is one owner of each release, whatever the order of ends, aborts and results.
+there is one owner of each release, whatever the order of ends, aborts and results. With an engine
+whose steps are computed when they are queued, overlap would only keep tokens back: there the
+sequential loop runs in any case.
 """
 
 from collections.abc import Iterable
@@ -42,7 +44,7 @@ class Scheduler:
         self._config = config
         self._engine = engine
         self._sink = sink
-        self._overlap = config.overlaps
+        self._overlap = config.overlaps and not engine.synchronous
         self.max_model_len = min(engine.max_seq_len, engine.num_pages * engine.page_size)
         self.table = TableManager(config.max_running_requests, engine.max_seq_len)
         prefix = PREFIX_CACHES[config.cache_type](engine.page_size)

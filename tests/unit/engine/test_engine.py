@@ -133,6 +133,14 @@ def test_generate_takes_one_text_and_gives_a_list(llm: LLM) -> None:
     assert len(outputs) == 1 and outputs[0].prompt_tokens == 3
 
 
+def test_a_cpu_gives_each_token_with_the_step_that_computes_it(llm: LLM) -> None:
+    steps: list[int] = []
+    llm.on_step = lambda step: steps.append(step.tokens)
+    llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3, ignore_eos=True))
+    llm.on_step = None
+    assert steps == [1, 1, 1]
+
+
 def test_a_stop_string_cuts_the_text_and_ends_the_output(llm: LLM) -> None:
     (whole,) = llm.generate("abc", GREEDY)
     at = len(whole.text) // 2

@@ -60,13 +60,15 @@ class World:
     """One scheduler with everything checked after each operation."""
 
     def __init__(
-        self, *, num_pages: int = 40, page_size: int = 4, max_seq_len: int = 64, **config: object
-    ) -> None:
+        self, *, num_pages: int = 40, page_size: int = 4, max_seq_len: int = 64,
+        synchronous: bool = False, **config: object,
+    ) -> None:  # fmt: skip
         settings = {"max_running_requests": 4, "max_prefill_tokens": 16} | config
         self.config = dataclasses.replace(EngineConfig(model="m"), **settings)
         self.engine = ModelEngine(
             num_pages, page_size, max_seq_len, self.config.max_running_requests
         )
+        self.engine.synchronous = synchronous
         self.sink = Recorder()
         self.scheduler = Scheduler(self.config, self.engine, self.sink)
         self.sink.scheduler = self.scheduler

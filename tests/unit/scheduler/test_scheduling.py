@@ -49,6 +49,18 @@ def test_two_equal_prompts_in_one_batch_end_up_on_the_same_pages() -> None:
     world.verify()
 
 
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_a_token_waits_for_the_next_step_only_while_a_device_computes_it(synchronous: bool) -> None:
+    world = World(synchronous=synchronous)
+    uid = world.add(A[:3], max_tokens=3, ignore_eos=True)
+    seen = []
+    while not world.scheduler.idle:
+        world.step()
+        seen.append(len(world.sink.answers[uid].tokens))
+    assert seen == ([1, 2, 3] if synchronous else [0, 1, 2, 3])
+    world.verify()
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_repeated_prompt_is_cached_but_for_its_last_token(overlap: bool) -> None:
     world = World(page_size=1, num_pages=60, overlap_scheduling=overlap)

@@ -85,8 +85,8 @@ def own(task: Task) -> None:
             began = time.perf_counter()
             llm.generate(prompts, greedy(1))
             prefill = time.perf_counter() - began
-            # Again, with the prompts from the prefix cache. The overlap loop reads a token when the
-            # step after it was computed: with one more to come, every turn that counts has a step.
+            # Again, with the prompts from the prefix cache, and with a token more than counts: in
+            # the last step requests end.
             count = Marks(len(prompts), output_tokens)
             llm.on_step = lambda step: count.add(step.tokens, time.perf_counter())
             llm.generate(prompts, greedy(output_tokens + EXTRA_TOKENS))
