@@ -7,6 +7,10 @@
 // combines them. Warps need no one else: each keeps STAGES tiles in shared memory of its own, filled
 // by asynchronous copies. (Chunks of the last eighth for whoever is done first made it slower.)
 //
+// Most requests that are cut have two parts: the end of one chunk, and the start of the next one,
+// which was done long before. So the warp with the former reads the latter while its last tile comes,
+// and adds it to what it has in registers.
+//
 // The products are transposed, S' = K Q' and O' = V' P': then the GROUP query heads of a KV head
 // fill the 8 columns of a tensor-core product, and half of the arithmetic and of the registers of
 // the usual form (16 rows of queries) are spared. As accumulators, S' and O' hold the same columns
@@ -277,6 +281,73 @@ __device__ void fence() {
 #endif
 }
 
+// Zero or more, and what was written before that many arrived is seen behind this.
+__device__ int load_acquire(const int* from) {
+  int x;
+#ifdef __CUDA_ARCH__
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+#else
+  x = *from;
+#endif
+  return x;
+}
+
+// A part of a request as the accumulators of a warp hold it: dims lane / 4 and lane / 4 + 8 of each
+// 16, of query heads lane % 4 * 2 and + 1.
+struct Part {
+  float out[kSteps][4], top[2], sum[2];
+
+  template <class Go>  // with j, the query head, and its dims' place in a head
+  __device__ static void each_column(int lane, Go go) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int g = lane % 4 * 2 + j % 2;
+      if (g < GROUP) go(j, g, lane / 4 + j / 2 * 8);
+    }
+  }
+  __device__ void store(const Inputs& in, int64_t at, int lane) const {
+    each_column(lane, [&](int j, int g, int dim) {
+      float* const to = in.partial + (at + g) * HEAD_DIM + dim;
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) __stcg(to + 16 * i, out[i][j]);
+      if (lane < 4 && j < 2) __stcg(in.stats + at + g, make_float2(top[j], sum[j]));
+    });
+  }
+  // What another part has in the place of `top` and `sum`.
+  __device__ static void load_stats(float2 (&to)[2], const float2* stats, int lane) {
+    each_column(lane, [&](int j, int g, int) {
+      if (j < 2) to[j] = __ldcg(stats + g);
+    });
+  }
+  // Add another part of the request, whose values are [GROUP, HEAD_DIM]: the same bits, whichever of
+  // the two is the other one.
+  __device__ void add(const float* values, const float2 (&stats)[2], int lane) {
+    float weight[2], its[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const float best = fmaxf(top[j], stats[j].x);
+      weight[j] = exp2_fast(top[j] - best);
+      its[j] = exp2_fast(stats[j].x - best);
+      sum[j] = __fadd_rn(__fmul_rn(weight[j], sum[j]), __fmul_rn(its[j], stats[j].y));
+    }
+    each_column(lane, [&](int j, int g, int dim) {
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        out[i][j] = __fadd_rn(__fmul_rn(weight[j % 2], out[i][j]),
+                              __fmul_rn(its[j % 2], values[g * HEAD_DIM + dim + 16 * i]));
+      }
+    });
+  }
+  __device__ void store_result(Elem* heads, int lane) const {
+    const float inverse[2] = {1.f / sum[0], 1.f / sum[1]};
+    each_column(lane, [&](int j, int g, int dim) {
+      Elem* const to = heads + g * HEAD_DIM + dim;
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) to[16 * i] = from_float<Elem>(out[i][j] * inverse[j % 2]);
+    });
+  }
+};
+
 template <int N>
 __device__ void load_floats(float (&x)[N], const float* from) {
   if constexpr (N == 4) {
@@ -426,7 +497,8 @@ __global__ void attention(const __grid_constant__ Inputs in) {
   int index = chunk.index;
   Request request = chunk.request;
   uint32_t queries[2 * kSteps];
-  float out[kSteps][4], top[2], sum[2];
+  Part mine;
+  float(&out)[kSteps][4] = mine.out, (&top)[2] = mine.top, (&sum)[2] = mine.sum;
   // FUSED: what turns the queries, and the new token, if its tile is in this chunk.
   [[maybe_unused]] Angles<2> angles[kSteps];
   [[maybe_unused]] NewToken added;
@@ -494,9 +566,32 @@ __global__ void attention(const __grid_constant__ Inputs in) {
   const int value_row = lane % 8 + lane / 16 * 8, value_piece = lane / 8 % 2;
   int stage = 0;
   for (int tile = chunk.start; tile < chunk.end; ++tile) {
+    const int end = request.end();
+    const bool starts = request.first >= chunk.start;
+    const int others = (request.chunks & 0xffff) - (request.chunks >> 16);  // parts of others
+    int* const arrived = in.arrived + int64_t{index} * in.kv_heads + head;
+    // The other one of two parts, if it has been stored.
+    const float* other = nullptr;
+    float2 of_other[2] = {};
     wait_groups<STAGES - 2>();
     __syncwarp();
-    copy_next(stage == 0 ? STAGES - 1 : stage - 1);  // where the tile before this one was
+    const int free = stage == 0 ? STAGES - 1 : stage - 1;  // where the tile before this one was
+    if (tile + 1 == chunk.end && starts && others == 1 &&
+        __shfl_sync(kAll, lane == 0 ? load_acquire(arrived) : 0, 0) == 1) {
+      __syncwarp();
+      const int64_t at = place(in, number + 1, false, head);
+      Part::load_stats(of_other, in.stats + at, lane);
+#pragma unroll
+      for (int i = 0; i < (GROUP * HEAD_DIM / 4 + 31) / 32; ++i) {
+        const int piece = i * 32 + lane;
+        if (piece >= GROUP * HEAD_DIM / 4) break;
+        copy_async<kRowBytes>(ring + free * kStageBytes + piece * 16,
+                              in.partial + at * HEAD_DIM + piece * 4);
+      }
+      other = reinterpret_cast<const float*>(
+          reinterpret_cast<char*>(memory) + (warp * STAGES + free) * kStageBytes);
+    }
+    copy_next(free);
     const uint32_t keys = ring + stage * kStageBytes, values = keys + kTileBytes;
     if (FUSED && tile + 1 == request.end()) {
       // What was copied for the new token is old; so are the rows behind it, whose weight is zero:
@@ -559,49 +654,41 @@ __global__ void attention(const __grid_constant__ Inputs in) {
       product<Elem>(out[i], a, b0, b1);
     }
 
-    const int end = request.end();
     if (tile + 1 != min(end, chunk.end)) continue;
-    // Lanes hold dims lane / 4 and lane / 4 + 8 of each 16, of query heads lane % 4 * 2 and + 1.
     sum[0] = column_sum(sum[0]);
     sum[1] = column_sum(sum[1]);
-    const bool starts = request.first >= chunk.start;
-    if (starts && end <= chunk.end) {
-      const int64_t row = (int64_t{index} * in.kv_heads + head) * GROUP;
-      const float inverse[2] = {1.f / sum[0], 1.f / sum[1]};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int g = lane % 4 * 2 + j % 2;
-        if (g < GROUP) {
-          Elem* to = in.out + (row + g) * HEAD_DIM + lane / 4 + j / 2 * 8;
-#pragma unroll
-          for (int i = 0; i < kSteps; ++i) {
-            to[16 * i] = from_float<Elem>(out[i][j] * inverse[j % 2]);
-          }
-        }
-      }
-    } else {
-      const int64_t at = place(in, number, starts, head);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int g = lane % 4 * 2 + j % 2;
-        if (g < GROUP) {
-          float* to = in.partial + (at + g) * HEAD_DIM + lane / 4 + j / 2 * 8;
-#pragma unroll
-          for (int i = 0; i < kSteps; ++i) __stcg(to + 16 * i, out[i][j]);
-          if (lane < 4 && j < 2) __stcg(in.stats + at + g, make_float2(top[j], sum[j]));
-        }
-      }
+    const auto ends_last = [&]() {  // with this part stored; then all others can be read
+      mine.store(in, place(in, number, starts, head), lane);
       __syncwarp();
       fence();
       int before = 0;
-      int* const arrived = in.arrived + int64_t{index} * in.kv_heads + head;
       if (lane == 0) before = atomicAdd(arrived, 1);
       before = __shfl_sync(kAll, before, 0);
-      if (before == (request.chunks & 0xffff) - (request.chunks >> 16)) {
-        fence();
-        __syncwarp();
+      if (before < others) return false;
+      fence();
+      __syncwarp();
+      return true;
+    };
+    if (others > 1) {
+      if (ends_last()) {
         if (lane == 0) *arrived = 0;
         combine(in, index, request.chunks, head, lane);
+      }
+    } else {
+      if (other != nullptr) {
+        wait_groups<0>();
+        __syncwarp();
+      } else if (others == 1 && ends_last()) {
+        const int64_t at = place(in, starts ? number + 1 : number - 1, !starts, head);
+        Part::load_stats(of_other, in.stats + at, lane);
+        other = in.partial + at * HEAD_DIM;
+      }
+      if (other != nullptr) {
+        if (lane == 0) *arrived = 0;
+        mine.add(other, of_other, lane);
+      }
+      if (other != nullptr || others == 0) {
+        mine.store_result(in.out + (int64_t{index} * in.kv_heads + head) * GROUP * HEAD_DIM, lane);
       }
     }
     if (tile + 1 < chunk.end) {

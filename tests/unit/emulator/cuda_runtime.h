@@ -7,6 +7,7 @@
 
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #include <ucontext.h>
 
@@ -80,7 +81,7 @@ struct Block {
   Cluster* cluster;
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
-  Meeting meeting;
+  Meeting meeting, some;  // of all fibers; of the first ones
   std::vector<uint4> dynamic;
   ucontext_t scheduler;
   int current = 0;
@@ -256,6 +257,8 @@ inline int max(int a, int b) { return a > b ? a : b; }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __double2float_rd(double x) {
   const float f = static_cast<float>(x);
@@ -309,7 +312,9 @@ template <class... P>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(P...), P... args) {
   auto call = [&] { kernel(args...); };
   const int threads = static_cast<int>(config->blockDim.x);
-  for (unsigned first = 0; first < config->gridDim.x; first += CLUSTER) {
+  const bool backwards = getenv("EMULATOR_BACKWARDS") != nullptr;  // the last block first
+  for (unsigned done = 0; done < config->gridDim.x; done += CLUSTER) {
+    const unsigned first = backwards ? config->gridDim.x - CLUSTER - done : done;
     emulator::Cluster cluster{threads};
     std::vector<std::thread> others;
     std::vector<emulator::Block> blocks(CLUSTER);
