@@ -6,6 +6,7 @@ all ways are timed once, at the start.
 """
 
 import bisect
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -188,21 +189,21 @@ class Choice:
         self, options: Callable[[int], Options], seconds: Callable[[int, Ways], float]
     ) -> None:
         """Time a layer's products as they follow each other: each way for all of them, then, from
-        the fastest on, all other options for each product in turn."""
+        each of these on, all other options for each product in turn."""
         for i, tokens in enumerate(GROUPS):
             some = options(tokens)
-            times = {ways: seconds(tokens, ways) for ways in uniform(some)}
-            best = min(times, key=times.__getitem__)
-            shortest = times[best]
-            slow = {ways.qkv.way for ways, took in times.items() if took > HOPELESS * shortest}
-            for name in NAMES:
-                for option in some[name]:
-                    other = replace(best, **{name: option})
-                    if other in times or option.way in slow:
-                        continue
-                    times[other] = seconds(tokens, other)
-                    if times[other] < CLEARLY * shortest:
-                        best, shortest = other, times[other]
+            took = functools.cache(functools.partial(seconds, tokens))
+            starts = sorted(uniform(some), key=took)
+            able = [ways for ways in starts if took(ways) <= HOPELESS * took(starts[0])]
+            ways_able = {ways.qkv.way for ways in able}
+            tried = {
+                name: [option for option in some[name] if option.way in ways_able] for name in NAMES
+            }
+            best = descend(able[0], tried, took)
+            for start in able[1:]:
+                other = descend(start, tried, took)
+                if took(other) < CLEARLY * took(best):
+                    best = other
             self._of[i] = best
 
     def kept(self) -> dict[str, dict[str, tuple[str, Blocks | None]]]:
@@ -239,6 +240,22 @@ def uniform(options: Options) -> list[Ways]:
         if None not in firsts:
             found.append(Ways(*firsts))  # type: ignore[arg-type]
     return found
+
+
+def descend(start: Ways, options: Options, took: Callable[[Ways], float]) -> Ways:
+    """From `start` on, the best option for each product in turn. Twice: what the first takes may
+    pay only beside what the last takes, such as a norm that this one leaves behind for that one."""
+    best = start
+    for _ in range(2):
+        before = best
+        for name in NAMES:
+            for option in options[name]:
+                other = replace(best, **{name: option})
+                if took(other) < CLEARLY * took(best):
+                    best = other
+        if best == before:
+            break
+    return best
 
 
 def covering(options: Options) -> list[Ways]:

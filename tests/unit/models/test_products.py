@@ -55,6 +55,20 @@ def test_an_option_that_is_hardly_faster_is_not_worth_a_change() -> None:
     assert choice[8] == Ways()
 
 
+def test_what_pays_only_together_is_found() -> None:
+    """Each alone costs a norm of its own, as from the library on it does."""
+
+    def seconds(tokens: int, ways: Ways) -> float:
+        pair = [ways.qkv.way == Way.WIDE, ways.down.way == Way.WIDE]
+        return {0: 2.0, 1: 2.1, 2: 1.8}[sum(pair)] + (ways.o == WIDE) + (ways.gate_up == WIDE)
+
+    choice = Choice()
+    choice.decide(lambda tokens: some(L, WIDE), seconds)
+    assert choice[200] == Ways(L, L, L, L), "a way that is far slower for all is not tried"
+    choice.decide(lambda tokens: some(L, WIDE), lambda n, ways: 10 + seconds(n, ways))
+    assert choice[200] == Ways(WIDE, L, L, WIDE)
+
+
 def ways_of(ways: Ways) -> list[Option]:
     return [getattr(ways, name) for name in NAMES]
 
