@@ -30,7 +30,7 @@ class Blocks:
     stages: int
 
 
-FEW = (Blocks(16, 32, 128, 4, 4), Blocks(16, 32, 128, 4, 4))
+FEW = (Blocks(16, 32, 128, 4, 4), Blocks(16, 128, 128, 4, 3))
 SMALL = (Blocks(16, 64, 64, 4, 5), Blocks(16, 128, 64, 4, 4))
 MEDIUM = (Blocks(64, 64, 64, 4, 4), Blocks(64, 128, 64, 4, 4))
 LARGE = (Blocks(128, 128, 64, 8, 3), Blocks(128, 256, 64, 8, 3))
