@@ -27,7 +27,7 @@ from minisgl.config import EngineConfig, StartError, UsageError
 from minisgl.distributed import Communicator
 from minisgl.distributed.device import gpu_id, select_device
 from minisgl.engine.host import free_memory, host_id, usable_cpus
-from minisgl.engine.memory import pages_for_requests, plan_pages
+from minisgl.engine.memory import MAX_SPREAD, pages_for_requests, plan_pages
 from minisgl.engine.runner import HostRunner, Parts, Runner
 from minisgl.engine.sampler import Sampler
 from minisgl.engine.step import Int32s, StepEngine, StepInput, StepOutput
@@ -249,6 +249,13 @@ class Engine(StepEngine):
         figures: dict[str, Any] = {}
         if config.num_pages is None:
             taken = free[comm.rank] - measure.free_bytes(device)
+            foreign = taken - torch.cuda.memory_reserved(device)
+            if sharing[comm.rank] == 1 and foreign > MAX_SPREAD:
+                _log.warning(
+                    "%.1f GiB of the device were taken while the model was loaded, and not by its "
+                    "tensors: what else runs there leaves that much less for the KV cache",
+                    foreign / 2**30,
+                )  # fmt: skip
             steps = measure.largest_steps(runner, requests, tokens)
             sampling = measure.largest_sampling(self.vocab_size, requests, device)
             graph_bytes = measure.graphs(runner, sizes)
@@ -280,7 +287,7 @@ class Engine(StepEngine):
             "prompt_graphs": len(of_prompts),
             "own_products": own,
             "graph_seconds": time.monotonic() - began,
-            "graph_bytes": before - measure.free_bytes(device),
+            "graph_bytes": max(before - measure.free_bytes(device), 0),
         }
         self.report = figures
         if sizes:
