@@ -18,6 +18,8 @@ from tests.gpu.test_engine import agreement
 FOLDER = os.environ.get("MINISGL_TEST_MODEL")
 ROOT = Path(__file__).resolve().parents[2]
 OUTPUT = 64
+PAGES = 512
+"""Of the KV cache: enough for all prompts, and little of a device that other tests share."""
 
 
 def prompts() -> list[str]:
@@ -34,8 +36,8 @@ def test_a_real_model_writes_on_a_gpu_what_it_writes_in_float32() -> None:
     results = []
     for options in (
         {"device": "cpu", "dtype": "float32", "attention_backend": "torch"},
-        {"device": "cuda", "dtype": "bfloat16"},
-        {"device": "cuda", "dtype": "float16"},
+        {"device": "cuda", "dtype": "bfloat16", "num_pages": PAGES},
+        {"device": "cuda", "dtype": "float16", "num_pages": PAGES},
     ):
         with LLM(Path(FOLDER), **options) as llm:
             results.append(llm.generate(prompts(), params))
