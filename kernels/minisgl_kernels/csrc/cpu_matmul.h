@@ -65,16 +65,19 @@ inline Range share(int64_t total, int64_t unit, const Lane& lane) {
   return {std::min(begin, total), std::min(end, total)};
 }
 
-inline const Kernels& kernels_of(Isa isa) {
+// For a product of m rows.
+inline const Kernels& kernels_of(Isa isa, int64_t m, Stored stored) {
 #if defined(MINISGL_EMULATE_TILES)
   if (isa == Isa::amx) return emulated_amx_kernels();
 #endif
 #if MINISGL_X86
+  // A tile of int8 that is not full loses to vectors, which give the same bits.
+  if (isa == Isa::amx && stored == Stored::int8 && m < kTileRows) return avx512_kernels();
   if (isa == Isa::amx) return amx_kernels();
   if (isa == Isa::avx512) return avx512_kernels();
   if (isa == Isa::avx2) return avx2_kernels();
 #endif
-  (void)isa;
+  (void)isa, (void)m, (void)stored;
   return portable_kernels();
 }
 
@@ -106,7 +109,7 @@ inline void matmul(const Packed& w, const bf16* x, int64_t ldx, int64_t m, const
                    Lane& lane, const Packed* then = nullptr) {
   const Range blocks = share(blocks_of(w), w.gated ? 2 : 1, lane);
   if (m == 0 || blocks.begin == blocks.end) return;
-  const Kernels& kernels = kernels_of(lane.isa);
+  const Kernels& kernels = kernels_of(lane.isa, m, w.stored);
   const Shape shape = kernels.shape(m, w.stored);
   const int64_t bytes = block_bytes(w);
   const bool int8 = w.stored == Stored::int8;
