@@ -478,9 +478,10 @@ __global__ void attention(const __grid_constant__ Inputs in) {
   const int64_t worker = int64_t{blockIdx.x} * WARPS + warp;
   int head = static_cast<int>(worker % in.kv_heads);
   // Before `wait_for_previous` the kernel before this one may still run. It stores the new tokens
-  // of this layer, so the tile of a request's last token waits for it; what else is copied here,
-  // the plan, the page table and older tokens, is done with: no kernel is launched before the plan
-  // has ended. Those are read from the L2 cache, where that is sure to be seen.
+  // of this layer, so the tile of a request's last token waits for it; it may be this kernel for
+  // another layer, so a claim waits, too. What else is copied here, the plan, the page table and
+  // older tokens, is done with: no kernel is launched before the plan has ended. Those are read from
+  // the L2 cache, where that is sure to be seen.
   if (worker >= int64_t{in.max_workers} * in.kv_heads) return;
   Chunk chunk = load(in.chunks + worker / in.kv_heads);
   if (chunk.start == chunk.end) return;
@@ -552,7 +553,8 @@ __global__ void attention(const __grid_constant__ Inputs in) {
   bool waited = false;
 #pragma unroll
   for (int stage = 0; stage < STAGES - 1; ++stage) {
-    if (!FUSED && !waited && next + 1 == ahead_end) {
+    const bool claims_next = more && next + 1 == last;
+    if (!waited && ((!FUSED && next + 1 == ahead_end) || claims_next)) {
       wait_for_previous();
       waited = true;
     }
