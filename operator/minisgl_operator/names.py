@@ -53,6 +53,9 @@ a set that was made of it."""
 APPLIED = f"{GROUP}/applied"
 """Annotation of every child: a digest of its manifest. A field that is no longer set is in no
 comparison with the live object; that another manifest was applied shows here."""
+ASKED_AGAIN = f"{GROUP}/asked-again"
+"""Annotation of a child whose pods are refused: when its controller was last asked to try again. It
+stays when they are no more."""
 PASSWORD = f"{GROUP}/password"
 """Annotation of Redis's pod: a digest of its password, so that another one restarts it."""
 

@@ -37,6 +37,7 @@ from minisgl_operator.plan.groups import Life, Survey
 from minisgl_operator.plan.memory import Memory
 from minisgl_operator.plan.nodes import returned
 from minisgl_operator.plan.pods import STUCK_SECONDS
+from minisgl_operator.plan.refused import asked_again
 from minisgl_operator.plan.rollout import Bounds, Moves, Standing, moves
 
 
@@ -49,6 +50,8 @@ def decide(observed: Observed, desired: Desired, build: GroupSet) -> Plan:
     groups = _Groups(survey, build)
     groups.decide()
     actions += groups.actions
+    actions, again = asked_again(survey, actions)
+    groups.times += [again] if again is not None else []
     actions += children.pruned(survey)
     actions += children.pods(survey)
     return Plan(tuple(actions), groups.wake())

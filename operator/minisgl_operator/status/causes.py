@@ -1,6 +1,7 @@
 """Why something does not work: each trouble of an object, with the reason that conditions name and
 a sentence that names the child and carries the words of who knows (scheduler, kubelet, server)."""
 
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from minisgl_operator.observed import Key, Manifest, Refusal
 from minisgl_operator.plan.failure import first_line
 from minisgl_operator.plan.groups import Life, Survey
 from minisgl_operator.plan.pods import DOWNLOAD, RANK, STUCK_SECONDS, Pod, keepers
+from minisgl_operator.plan.refused import without_pods
 from minisgl_operator.times import seconds
 
 _PULL = (
@@ -21,6 +23,7 @@ _PULL = (
     "RegistryUnavailable",
 )
 _CONFIG = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
+_BACK_OFF = "CrashLoopBackOff"
 _MOUNT = ("FailedMount", "FailedAttachVolume", "FailedMapVolume")
 _ORDER = (
     "NameConflict",
@@ -36,6 +39,8 @@ _ORDER = (
     "BackOff",
 )
 """What to mend first."""
+_MOMENTARY = re.compile("failed to sync .* cache|no relationship found between node|not registered")
+"""Of mounts, in the second in which a kubelet learns of a pod; it tries them again at once."""
 _DOWNLOAD_CODES = {3: "TokenRejected", 4: "NoSpace"}
 """Exit codes of `minisgl download`."""
 
@@ -133,16 +138,9 @@ def _refusals(survey: Survey) -> Iterator[Trouble]:
         said = refusal.message + _too_old(survey, refusal)
         what = "cannot be deleted" if refusal.deletion else "was refused"
         yield Trouble(reason, f"{key.kind} {key.name} {what}: {said}")
-    for key, warning in sorted(survey.observed.warnings.items()):
-        if warning.reason != "FailedCreate" or _has_its_pods(survey, key):
-            continue
-        yield _no_pod(key, warning.message)
-    for key, live in sorted(survey.observed.live.items(), key=lambda item: item[0]):
-        # The Event is about a ReplicaSet, which is not ours.
-        for told in (live.get("status") or {}).get("conditions") or ():
-            failed = told.get("type") == "ReplicaFailure" and told.get("status") == "True"
-            if key.kind == "Deployment" and failed:
-                yield _no_pod(key, told.get("message", ""))
+    for key, said in without_pods(survey):
+        text = f"{key.kind} {key.name} gets no pod: {said}"
+        yield Trouble(reason_of(403, said, "Pod"), text)
 
 
 def _kept(survey: Survey) -> Iterator[Trouble]:
@@ -175,25 +173,6 @@ def _too_old(survey: Survey, refusal: Refusal) -> str:
     if survey.observed.settings.image_volumes or not of_image or "volumes" not in refusal.message:
         return ""
     return " (a model of oci:// needs Kubernetes 1.35, and this API server is older)"
-
-
-def _no_pod(key: Key, message: str) -> Trouble:
-    return Trouble(reason_of(403, message, "Pod"), f"{key.kind} {key.name} gets no pod: {message}")
-
-
-def _has_its_pods(survey: Survey, key: Key) -> bool:
-    """Whether a child that could not create a pod once has all it wants by now."""
-    live = survey.observed.live.get(key)
-    if live is None or live["metadata"].get("deletionTimestamp"):
-        return True
-    place = names.parse_set(survey.observed.obj, key.name)
-    if key.kind == "StatefulSet" and place is not None:
-        life = survey.current.get(place[0])
-        return life is None or life.epoch != place[1] or len(life.pods) >= life.size
-    told = live.get("status") or {}
-    if key.kind == "Job":
-        return bool(told.get("active") or told.get("succeeded"))
-    return bool(told.get("replicas", 0) >= (live.get("spec") or {}).get("replicas", 1))
 
 
 def _nodes(survey: Survey) -> Iterator[Trouble]:
@@ -261,7 +240,8 @@ def _pods(survey: Survey) -> Iterator[Trouble]:
             continue
         yield from _containers(pod, defaults)
         event = survey.observed.warnings.get(Key("Pod", pod.name))
-        if event and event.reason in _MOUNT and pod.phase == "Pending":
+        mounts = event is not None and event.reason in _MOUNT and pod.phase == "Pending"
+        if event and mounts and not _MOMENTARY.search(event.message):
             yield Trouble("VolumeUnavailable", f"pod {pod.name}: {event.message}")
 
 
@@ -279,17 +259,30 @@ def _containers(pod: Pod, defaults: Collection[str]) -> Iterator[Trouble]:
             yield Trouble("ImagePullFailed", f"image {image}: {text}" if image else text)
         elif reason in _CONFIG:
             yield Trouble("InvalidPodTemplate", text)
-        elif reason == "CrashLoopBackOff":
-            ended = (status.get("lastState") or {}).get("terminated") or {}
+        elif ended := _failing(pod, status):
             line = first_line(str(ended.get("message") or ""))
             code, why = ended.get("exitCode"), ended.get("reason") or "Error"
+            again = status.get("restartCount", 0) > 1 or reason == _BACK_OFF
             yield Trouble(
                 "BackOff",
-                f"pod {pod.name}, container {status.get('name')} ends again and again"
+                f"pod {pod.name}, container {status.get('name')} "
+                + ("ends again and again" if again else "has ended")
                 + (f" with code {code}" if code is not None else "")
                 + (f" ({why})" if why not in ("Error", "Completed") else "")
                 + (f": {line}" if line else ""),
             )
+
+
+def _failing(pod: Pod, status: Manifest) -> Manifest:
+    """How a container has ended that does not work again yet; empty if it works, or never has
+    failed. Of a rank its group tells more, but for a kubelet that holds it back."""
+    state, last = status.get("state") or {}, (status.get("lastState") or {}).get("terminated") or {}
+    if (state.get("waiting") or {}).get("reason") == _BACK_OFF:
+        return last or {"reason": "Error"}
+    if status.get("name") == RANK or status.get("started") or pod.phase == "Failed":
+        return {}
+    ended: Manifest = state.get("terminated") or last
+    return ended if ended.get("exitCode") else {}
 
 
 def _groups(survey: Survey) -> Iterator[Trouble]:

@@ -52,9 +52,9 @@ class Condition:
 def conditions(survey: Survey) -> list[Condition]:
     """All that apply, as of now."""
     found = troubles(survey)
-    model = _model(survey)
-    redis = _unasked(survey, _redis(survey))
-    roles = [_role(survey, role) for role in ("tokenizer", "detokenizer", "gateway")]
+    model = _model(survey, found)
+    redis = _unasked(survey, _redis(survey, found))
+    roles = [_role(survey, role, found) for role in ("tokenizer", "detokenizer", "gateway")]
     return [
         _ready(survey, model, redis, roles, found),
         _progressing(survey, found),
@@ -235,8 +235,9 @@ def _degraded(found: list[Trouble]) -> Condition:
     return Condition("Degraded", "True", found[0].reason, found[0].message + more)
 
 
-def _because(found: list[Trouble]) -> str:
-    return f": {found[0].message}" if found else ""
+def _because(found: list[Trouble], child: str = "") -> str:
+    """What to mend first; of the troubles of one child and its pods alone, if its name is given."""
+    return next((f": {one.message}" for one in found if child in one.message), "")
 
 
 def _waits(survey: Survey) -> str:
@@ -262,7 +263,7 @@ def _waits(survey: Survey) -> str:
 # --- the parts ------------------------------------------------------------------------------------
 
 
-def _model(survey: Survey) -> Condition | None:
+def _model(survey: Survey, found: list[Trouble]) -> Condition | None:
     if not survey.observed.obj.spec.model.uri.startswith("hf://"):
         return None
     uri = survey.observed.obj.spec.model.uri
@@ -281,11 +282,14 @@ def _model(survey: Survey) -> Condition | None:
             if told.get("type") == "Failed" and told.get("status") == "True":
                 text = f"{uri}: Job {key.name}: {told.get('message', 'it failed')}"
                 return Condition("ModelCached", "False", "DownloadFailed", text)
-    where = f" in pod {fetching[0].name}" if fetching else ""
+    child = fetching[0].name if fetching else f"{survey.observed.obj.name}-model-"
+    if why := _because(found, child):
+        return Condition("ModelCached", "False", "Downloading", f"{uri} is not being fetched{why}")
+    where = f" in pod {child}" if fetching else ""
     return Condition("ModelCached", "False", "Downloading", f"{uri} is being fetched{where}")
 
 
-def _redis(survey: Survey) -> Condition:
+def _redis(survey: Survey, found: list[Trouble]) -> Condition:
     bus = survey.observed.bus
     managed = survey.observed.obj.spec.redis.managed is not None
     what = f"Redis {names.redis(survey.observed.obj)}" if managed else "the external Redis"
@@ -304,6 +308,7 @@ def _redis(survey: Survey) -> Condition:
     }.get(bus.state, ("Starting", f"{what} has not been heard yet"))
     if reason == "Unreachable" and managed and not _some_ready(survey, "RedisReady"):
         reason, text = "Starting", f"{what} has no ready pod yet"
+        said = _because(found, names.redis(survey.observed.obj)) or said
     return Condition("RedisReady", "False", reason, text + said)
 
 
@@ -347,7 +352,7 @@ def _some_ready(survey: Survey, kind: str) -> bool:
     return _deployment(survey, _DEPLOYMENTS[kind])[1] > 0
 
 
-def _role(survey: Survey, role: str) -> Condition:
+def _role(survey: Survey, role: str, found: list[Trouble]) -> Condition:
     kind = {value: key for key, value in _DEPLOYMENTS.items()}[role]
     name, ready, wanted = _deployment(survey, role)
     are = "is" if wanted == 1 else "are"
@@ -356,7 +361,7 @@ def _role(survey: Survey, role: str) -> Condition:
         text += f" and heard of in Redis; not heard of: {', '.join(unheard[:4])}"
     if ready >= wanted and (ready > 0 or survey.observed.obj.spec.suspend):
         return Condition(kind, "True", "PodsReady", text)
-    return Condition(kind, "False", "PodsNotReady", text)
+    return Condition(kind, "False", "PodsNotReady", text + _because(found, name))
 
 
 def _route(survey: Survey) -> Iterator[Condition]:

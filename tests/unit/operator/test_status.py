@@ -307,6 +307,81 @@ def test_a_container_that_cannot_start_degrades(state: str, reason: str) -> None
     assert "the kubelet's words" in message(found, "Degraded")
 
 
+def exits(*, count: int, now: str, started: bool, code: int = 2) -> dict[str, Any]:
+    """A container that has ended, and what it does now."""
+    over = {"terminated": {"exitCode": code, "message": "no such model folder"}}
+    states = {
+        "has just ended": {"state": over},
+        "is held back": {"state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": over},
+        "runs again": {"state": {"running": {}}, "lastState": over},
+    }
+    return {"name": "tokenizer", "restartCount": count, "started": started, **states[now]}
+
+
+def with_tokenizer(container: dict[str, Any]) -> World:
+    made = world()
+    (pod,) = (p for name, p in made.pods.items() if name.startswith("llm-tokenizer"))
+    pod["status"]["containerStatuses"] = [container]
+    set_condition(pod, "Ready", bool(container["started"]), made.wall)
+    return made
+
+
+@pytest.mark.parametrize("now", ["has just ended", "is held back", "runs again"])
+def test_a_container_that_ends_again_and_again_is_told_at_each_moment(now: str) -> None:
+    """The kubelet holds it back for a part of the time only."""
+    made = with_tokenizer(exits(count=4, now=now, started=False))
+    found = told(made)
+    assert conditions(found)["Degraded"] == ("True", "BackOff")
+    text = "container tokenizer ends again and again with code 2: no such model folder"
+    assert text in message(found, "Degraded")
+
+
+def test_a_container_that_has_ended_once_is_told_until_it_works_again() -> None:
+    made = with_tokenizer(exits(count=1, now="runs again", started=False))
+    assert "container tokenizer has ended with code 2" in message(told(made), "Degraded")
+    made = with_tokenizer(exits(count=1, now="runs again", started=True))
+    assert conditions(told(made))["Degraded"][0] == "False"
+    made = with_tokenizer(exits(count=1, now="runs again", started=False, code=0))
+    assert conditions(told(made))["Degraded"][0] == "False"
+
+
+def test_a_role_that_is_not_ready_says_why_and_so_does_the_object() -> None:
+    made = with_tokenizer(exits(count=4, now="is held back", started=False))
+    found = told(made)
+    assert conditions(found)["Ready"] == ("False", "GatewayUnavailable")
+    for kind in ("TokenizersReady", "Ready"):
+        assert message(found, kind).startswith("Deployment llm-tokenizer: 0 of 1 pod is ready: pod")
+        assert message(found, kind).endswith("no such model folder")
+    assert "tokenizer" not in message(found, "DetokenizersReady").replace("detokenizer", "")
+
+
+def test_a_redis_whose_pod_is_refused_says_so_rather_than_that_nobody_listens() -> None:
+    made = world()
+    made.pods = {name: pod for name, pod in made.pods.items() if "redis" not in name}
+    failure = {"type": "ReplicaFailure", "status": "True", "message": "exceeded quota: few"}
+    made.live[Key("Deployment", "llm-redis")]["status"] = {"conditions": [failure]}
+    found = told(made, bus=Bus("unreachable", "connection refused"))
+    assert conditions(found)["Ready"] == ("False", "RedisUnavailable")
+    assert message(found, "Ready").endswith("Deployment llm-redis gets no pod: exceeded quota: few")
+
+
+MOUNTS = {
+    'secret "keys" not found': "True",
+    "failed to sync secret cache: timed out waiting for the condition": "False",
+    "cannot get resource: no relationship found between node 'n1' and this object": "False",
+    'object "default"/"llm-redis" not registered': "False",
+}
+
+
+@pytest.mark.parametrize("said", MOUNTS)
+def test_a_mount_that_fails_only_while_a_kubelet_learns_of_a_pod_is_no_trouble(said: str) -> None:
+    made = world()
+    (name,) = (name for name in made.pods if name.startswith("llm-gateway"))
+    made.pods[name]["status"]["phase"] = "Pending"
+    found = told(made, warnings={Key("Pod", name): Warning("FailedMount", said)})
+    assert conditions(found)["Degraded"][0] == MOUNTS[said]
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_a_default_image_that_cannot_be_pulled_says_how_another_is_taken(named: bool) -> None:
     made = world(image="registry.example.com/own:1" if named else None)
@@ -412,6 +487,16 @@ def test_model_cached(case: str) -> None:
     assert conditions(found)["ModelCached"] == expected
     if expected[0] == "False":
         assert conditions(found)["Ready"] == ("False", "ModelDownloading")
+
+
+def test_a_model_is_not_being_fetched_by_a_pod_that_cannot_begin() -> None:
+    held = {"image": "x:1", "state": {"waiting": {"reason": "ErrImagePull", "message": "no x"}}}
+    found = hub([download("model", held)], there=False)
+    assert conditions(found)["ModelCached"] == ("False", "Downloading")
+    for kind in ("ModelCached", "Ready"):
+        assert message(found, kind).startswith("hf://org/model is not being fetched: image x:1")
+    running = hub([download("model", {"state": {"running": {}}})], there=False)
+    assert message(running, "Ready") == "hf://org/model is being fetched in pod llm-model-1"
 
 
 ROUTES: list[tuple[dict[str, Any], dict[Key, Any], tuple[str, str]]] = [
