@@ -65,6 +65,8 @@ class Keys:
             self._of_file = [_digest(line) for line in lines if line and line[0] != "#"]
             self._stamp = stamp
             log.info("api keys read file=%s keys=%d", file, len(self._of_file))
+            if not self._of_file + self._given:
+                log.warning("nobody is let in: file=%s holds no key", file)
 
     def _refresh(self) -> None:
         now = self._clock()

@@ -565,6 +565,22 @@ def test_a_key_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
     assert keys.required and not keys.allow(b"Bearer three") and not keys.allow(None)
 
 
+def test_a_key_file_without_a_key_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody is let in then, which no condition of an object shows."""
+    file = tmp_path / "keys"
+    file.write_text("# none yet\n")
+    now = [0.0]
+    keys = Keys((), str(file), lambda: now[0])
+    for _ in range(3):
+        now[0] += 1
+        assert not keys.allow(b"Bearer none")
+    assert [m for m in caplog.messages if "nobody" in m] == [
+        f"nobody is let in: file={file} holds no key"
+    ]
+
+
 def test_a_key_file_that_cannot_be_read_at_the_start_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--api-keys-file"):
         Keys((), str(tmp_path / "none"), time.monotonic)
