@@ -1,12 +1,17 @@
 """Whatever happens to an object's pods, children and operator: its streams go on, and it heals."""
 
+import json
+import re
+import shutil
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.cluster.kubectl import KubectlError
 from tests.cluster.load import Load
-from tests.cluster.product import SYSTEM, Manifest, Product, Served
+from tests.cluster.product import CHART, RELEASE, SYSTEM, Manifest, Product, Served
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 LONG = pytest.mark.long
@@ -232,6 +237,31 @@ def test_a_drained_node_costs_no_stream(product: Product, qwen: Served) -> None:
         unbroken(load, qwen)
 
 
+def evict(served: Served, pod: Manifest) -> None:
+    """As a drain does, and whoever takes nodes away; raises `KubectlError` if that may not be."""
+    place = {"name": pod["metadata"]["name"], "namespace": served.namespace}
+    eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": place}
+    path = f"/api/v1/namespaces/{served.namespace}/pods/{place['name']}/eviction"
+    served.kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(eviction))
+
+
+@pytest.mark.long
+def test_evictions_cost_no_stream_and_take_one_group_at_a_time(qwen: Served) -> None:
+    with Load(qwen.endpoint()) as load:
+        for role in ("gateway", "tokenizer", "detokenizer", "redis"):
+            evict(qwen, qwen.pods(role)[0])
+            load.flow()
+            qwen.settle()
+        for pod in qwen.pods("rank", group=0):
+            evict(qwen, pod)
+        for pod in qwen.pods("rank", group=1):
+            with pytest.raises(KubectlError, match="disruption budget"):
+                evict(qwen, pod)
+        unbroken(load, qwen)
+    (reason,) = (g["lastFailure"]["reason"] for g in qwen.status["groups"] if g["index"] == 0)
+    assert reason == "Evicted"
+
+
 @pytest.mark.long
 def test_objects_and_streams_outlive_the_chart(product: Product, qwen: Served) -> None:
     """H35, H37: uninstalled and installed again under the same name."""
@@ -254,6 +284,38 @@ def test_an_upgrade_of_the_operator_restarts_no_pod(product: Product, qwen: Serv
         unbroken(load, qwen)
         assert qwen.uids() == before
     product.operator.install()
+
+
+@pytest.mark.long
+def test_a_rollback_over_a_newer_chart_restarts_no_pod(
+    product: Product, qwen: Served, tmp_path: Path
+) -> None:
+    """Its CRD had a field that the older one does not know, and an object used it."""
+    newer = tmp_path / "newer"
+    shutil.copytree(CHART, newer)
+    crd = newer / "templates/crd.yaml"
+    text, field = crd.read_text(), "suspend:"
+    (line,) = (one for one in text.splitlines() if one.strip().startswith(field))
+    indent = line[: line.index(field)]
+    crd.write_text(text.replace(line, f"{indent}newer: {{type: string}}\n{line}"))
+    chart = newer / "Chart.yaml"
+    chart.write_text(re.sub(r"(?m)^version: .*", "version: 9.9.9", chart.read_text()))
+    helm, before = product.operator.helm, qwen.uids("rank")
+    revision = json.loads(helm("history", RELEASE, "--output=json", "--max=1"))[0]["revision"]
+    with Load(qwen.endpoint()) as load:
+        helm("upgrade", RELEASE, str(newer), "--reuse-values", "--wait")
+        product.operator.wait()
+        qwen.patch({"newer": "yes"})
+        assert qwen.get()["spec"]["newer"] == "yes"
+        unbroken(load, qwen)
+        helm("rollback", RELEASE, str(revision), "--wait")
+        product.operator.wait()
+        assert "newer" not in qwen.get()["spec"]
+        qwen.patch({"tokenizer": {"replicas": 1}})
+        unbroken(load, qwen)
+        qwen.patch({"tokenizer": SHAPE["tokenizer"]})
+        unbroken(load, qwen)
+    assert qwen.uids("rank") == before
 
 
 @pytest.mark.long

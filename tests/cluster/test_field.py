@@ -7,7 +7,7 @@ import pytest
 
 from tests.cluster import network
 from tests.cluster.load import Load
-from tests.cluster.product import NAMESPACE, Product, Served
+from tests.cluster.product import NAMESPACE, Manifest, Product, Served
 from tests.hub_server import Hub, serving
 from tests.support import metrics, wait_until
 
@@ -65,6 +65,44 @@ def test_a_model_that_loads_for_long_is_not_killed(product: Product, made: list[
     served.settle()
     (pod,) = served.pods("rank")
     assert [s["restartCount"] for s in pod["status"]["containerStatuses"]] == [0]
+
+
+def limited(**quota: str) -> list[Manifest]:
+    """A class of pods, and how much of it its namespace may have."""
+    scope = {"operator": "In", "scopeName": "PriorityClass", "values": ["limited"]}
+    return [
+        {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "value": 1,
+         "metadata": {"name": "limited"}},
+        {"apiVersion": "v1", "kind": "ResourceQuota",
+         "metadata": {"name": "limited", "namespace": NAMESPACE},
+         "spec": {"hard": quota, "scopeSelector": {"matchExpressions": [scope]}}},
+    ]  # fmt: skip
+
+
+@pytest.mark.long
+def test_pods_that_a_quota_refused_for_long_come_soon_after_it_is_raised(
+    product: Product, made: list[Served]
+) -> None:
+    """Their controllers wait twice as long after each refusal, and would not notice for minutes."""
+    product.kubectl.apply(*limited(pods="0"))
+    template = {"podTemplate": {"spec": {"priorityClassName": "limited"}}}
+    served = product.serve(
+        "poor", network=INSIDE, ranks={"priorityClassName": "limited"}, tokenizer=template
+    )
+    made.append(served)
+
+    def refusals() -> int:
+        about = "--field-selector=reason=FailedCreate,involvedObject.name=poor-g0-1"
+        return sum(event["count"] for event in served.get("events", about)["items"])
+
+    served.wait("the next try is minutes away", lambda: refusals() > 15)
+    told = served.condition("Degraded")
+    assert told["reason"] == "QuotaExceeded" and "poor-g0-1 gets no pod" in told["message"]
+    product.kubectl.apply(*limited(pods="9"))
+    served.wait(
+        "both have their pod", lambda: bool(served.pods("rank") and served.pods("tokenizer")), 60
+    )
+    served.settle()
 
 
 @pytest.fixture
