@@ -22,7 +22,6 @@ from minisgl_kernels.cuda_build import Family
 from minisgl_kernels.norm import rms_norm
 from minisgl_kernels.qk_rope_store import qk_rope_store_reference
 from minisgl_kernels.skinny_linear import skinny_linear_reference
-from minisgl_kernels.stream_gate import STREAMED, groups_of, stream_gate
 
 TOKENS_ENV = "MINISGL_WIDE_TOKENS"
 """Most tokens that layers give to this kernel; 0: none."""
@@ -65,7 +64,7 @@ class Blocks(NamedTuple):
     groups: int
     """Of 64 rows of W, in a block."""
     split: int = 1
-    """Blocks that share the K dimension; STREAMED: `stream_gate` takes the place of this kernel."""
+    """Blocks that share the K dimension."""
     tiles: int = 1
     """Parts of the tokens."""
     ways: int = 1
@@ -168,13 +167,9 @@ def wide_linear(
     bfloat16; K is a multiple of 64 and the result's width one of 8. Raises `KernelUnavailable`.
     """
     if isinstance(x, Normed):
-        if blocks is not None and blocks.split == STREAMED:
-            return stream_gate(x.x, weight, x.squares, eps)
         return _call(x.x, weight, x.squares, eps, bias, residual, silu, None, blocks)[0]
     if norm is not None:
         x = rms_norm(x, norm, eps)
-    if blocks is not None and blocks.split == STREAMED:
-        return stream_gate(x, weight)
     return _call(x, weight, None, 0.0, bias, residual, silu, None, blocks)[0]
 
 
@@ -284,8 +279,7 @@ def likely_blocks(tokens: int, rows: int, k: int, mode: int) -> list[Blocks]:
             if SMS < blocks_of(rows, cut) <= 2 * SMS
             and 3 * 2 * K_STEP * (ROWS * cut.groups + width_of(tokens, cut)) < HALF_BYTES - _TAIL
         ]
-        streamed = [Blocks(groups_of(tokens), STREAMED)] if mode == _SILU else []
-        return streamed + cuts[:5] + pairs[:2]
+        return cuts[:5] + pairs[:2]
     few = tokens <= 32
     forms = [(1, 1), (2, 1), (3, 1)] if few else [(1, 1), (2, 1), (2, 2)]
     if tokens > 96:
@@ -298,7 +292,7 @@ def likely_blocks(tokens: int, rows: int, k: int, mode: int) -> list[Blocks]:
         cuts = [
             cut
             for cut in possible_blocks(rows, k, tokens, mode)
-            if (cut.groups, cut.tiles) in some and cut.ways == 1 and cut.split != 3
+            if (cut.groups, cut.tiles) in some and cut.ways == 1
         ]
         cuts.sort(key=lambda cut: abs(math.log2(blocks_of(rows, cut) / wanted)))
         found += [cut._replace(shared=shared) for cut in cuts[:count]]
@@ -333,7 +327,7 @@ def possible_blocks(rows: int, k: int, tokens: int, mode: int) -> list[Blocks]:
     """All cuts that a block's registers and shared memory, and a cluster, hold."""
     found = []
     for groups, ways, split, tiles in itertools.product(
-        (1, 2, 3), (1, 2), (1, 2, 3, 4, 8), range(1, 5)
+        (1, 2, 3), (1, 2), (1, 2, 4, 8), range(1, 5)
     ):
         cut = Blocks(groups, split, tiles, ways)
         width, height = width_of(tokens, cut), ROWS * groups

@@ -26,7 +26,6 @@ from minisgl_kernels.decode_attention import DecodeAttention
 from minisgl_kernels.filter_bounds import filter_bounds
 from minisgl_kernels.sample import sample
 from minisgl_kernels.skinny_linear import skinny_linear
-from minisgl_kernels.stream_gate import STREAMED
 from minisgl_kernels.wide_linear import (
     Blocks,
     Normed,
@@ -172,7 +171,6 @@ def call_wide_linear() -> None:
         wide_linear(x, weight, bias=_randn(432), blocks=cut)
         ready = Normed(ready.x[:, :384].contiguous(), ready.squares)
         wide_linear(ready, _randn(144, 384), eps=1e-6, silu=True, blocks=cut)
-        wide_linear(ready, _randn(144, 384), eps=1e-6, silu=True, blocks=Blocks(1, STREAMED))
     for dim, cut in ((64, Blocks(1, 2)), (128, Blocks(2, 1, 2))):
         table, slots = _randn(11, dim, dtype=torch.float32), _randn(2, 29, 2, dim)
         out_loc = torch.randperm(29, device=DEVICE)[:21].int()

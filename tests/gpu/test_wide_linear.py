@@ -9,7 +9,6 @@ import torch.nn.functional as F
 
 from minisgl_kernels.build import KernelUnavailable
 from minisgl_kernels.cuda_build import prepare
-from minisgl_kernels.stream_gate import STREAMED
 from minisgl_kernels.wide_linear import (
     Blocks,
     Normed,
@@ -141,24 +140,6 @@ def test_the_same_operands_give_the_same_bits() -> None:
         first = wide_linear(x, weight, blocks=cut)
         for _ in range(20):
             assert torch.equal(wide_linear(x, weight, blocks=cut), first), cut
-
-
-@pytest.mark.parametrize("tokens", [1, 16, 100, 176, 192, 250])
-@pytest.mark.parametrize(("width", "k"), [(17408, 5120), (1000, 640), (3072, 1024), (8, 64)])
-def test_multiprocessors_share_a_gate_evenly(width: int, k: int, tokens: int) -> None:
-    """More tiles than blocks, fewer, and tiles that are not full."""
-    cut = Blocks(1, STREAMED)
-    x, weight = made(tokens, k), made(2 * width, k, scale=k**-0.5)
-    squares = x.float().square().view(tokens, 8, -1).sum(dim=2)
-    for given, wide in (
-        (x, x.float()), (Normed(x, squares), Normed(x.float(), squares))
-    ):  # fmt: skip
-        exact = wide_linear_reference(wide, weight.float(), eps=1e-3, silu=True)
-        first = wide_linear(given, weight, eps=1e-3, silu=True, blocks=cut)
-        assert distance(first, exact) < 6e-3
-        for _ in range(10):
-            again = wide_linear(given, weight, eps=1e-3, silu=True, blocks=cut)
-            assert torch.equal(again, first)
 
 
 TURNING = [(64, Blocks(1)), (64, Blocks(1, 2, 3)), (128, Blocks(2)), (128, Blocks(2, 2, 2)),

@@ -20,7 +20,6 @@ from minisgl.bench.device import time_on_device
 from minisgl_kernels.activation import silu_and_mul
 from minisgl_kernels.cuda_build import prepare
 from minisgl_kernels.norm import rms_norm
-from minisgl_kernels.stream_gate import STREAMED
 from minisgl_kernels.wide_linear import (
     SHARED_BYTES,
     Blocks,
@@ -84,7 +83,7 @@ def sweep(model: str, results: dict[str, dict[str, float]]) -> None:
         {
             (_family, signature(n, cut, product.mode))
             for product in MODELS[model] for n in TOKENS
-            for cut in likely_blocks(n, *product) if cut.split != STREAMED
+            for cut in likely_blocks(n, *product)
         }
     )  # fmt: skip
     for product in MODELS[model]:

@@ -19,7 +19,6 @@ from minisgl_kernels import (
     qk_rope_store,
     sample,
     skinny_linear,
-    stream_gate,
     wide_linear,
 )
 from tests.unit.emulator import emulated_module
@@ -47,7 +46,6 @@ def emulated(monkeypatch):
         skinny_linear,
         filter_bounds,
         wide_linear,
-        stream_gate,
     )
     for module in modules:
         monkeypatch.setattr(module._family, "_made", {})
@@ -305,32 +303,6 @@ def test_wide_linear(tokens, rows, k, cut, option):
     expected = exact(wide, weight.float(), **theirs)
     out = wide_linear.wide_linear(x, weight, blocks=cut, **mine)
     assert (out.float() - expected).norm() < close * expected.norm()
-
-
-@pytest.mark.parametrize(
-    ("tokens", "rows", "k", "groups", "blocks", "normed"),
-    [
-        (5, 64, 64, 1, 1, False),
-        (21, 352, 320, 1, 7, True),  # tiles of one block, of two, and one that is not full
-        (33, 352, 448, 2, 16, False),  # up to six blocks of a tile, some with a middle part alone
-        (20, 192, 320, 3, 3, True),
-    ],
-)
-def test_stream_gate(tokens, rows, k, groups, blocks, normed, monkeypatch):
-    scratch = stream_gate._make_scratch(torch.device("cpu"), blocks)
-    monkeypatch.setattr(stream_gate, "_scratch_of", lambda device: scratch)
-    monkeypatch.setattr(stream_gate, "groups_of", lambda tokens: groups)
-    x, weight = torch.randn(tokens, k).to(BF16), (torch.randn(rows, k) * k**-0.5).to(BF16)
-    wide, given = x.float(), x
-    if normed:
-        squares = x.float().square().view(tokens, 8, -1).sum(dim=2)
-        given, wide = wide_linear.Normed(x, squares), wide_linear.Normed(x.float(), squares)
-    exact = wide_linear.wide_linear_reference(wide, weight.float(), eps=1e-3, silu=True)
-    cut = wide_linear.Blocks(groups, stream_gate.STREAMED)
-    for _ in range(2):  # it leaves its flags as it found them
-        out = wide_linear.wide_linear(given, weight, eps=1e-3, silu=True, blocks=cut)
-        assert (out.float() - exact).norm() < 6e-3 * exact.norm()
-        assert not scratch.done.any()
 
 
 @pytest.mark.parametrize(

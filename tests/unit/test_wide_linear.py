@@ -5,7 +5,6 @@ import torch
 
 from minisgl.config import UsageError
 from minisgl_kernels.build import KernelUnavailable
-from minisgl_kernels.stream_gate import STREAMED
 from minisgl_kernels.wide_linear import (
     MAX_TOKENS,
     SHARED_BYTES,
@@ -33,8 +32,7 @@ def test_every_cut_covers_the_tokens_and_fits_a_block(
 ) -> None:
     cuts = possible_blocks(rows, k, tokens, mode)
     for likely in likely_blocks(tokens, rows, k, mode):
-        streamed = likely.split == STREAMED and mode == 2
-        assert streamed or likely._replace(shared=SHARED_BYTES) in cuts
+        assert likely._replace(shared=SHARED_BYTES) in cuts
     assert shape_of_blocks(rows, k, tokens, mode) == likely_blocks(tokens, rows, k, mode)[0]
     for cut in cuts:
         width = width_of(tokens, cut)

@@ -12,10 +12,10 @@ namespace minisgl {
 
 constexpr int kChunk = 64;  // elements of 2 bytes of a row in a tile: 128 bytes, the widest swizzle
 
-// A map for copies of tiles that are swizzled by 128 bytes. What lies outside comes as zeros. 0, or
-// an error was set.
-inline int make_map_of(CUtensorMap* map, const void* data, int dims, const cuuint64_t* sizes,
-                       const cuuint64_t* strides, const cuuint32_t* box) {
+// A map of a row-major matrix for copies of tiles [tile_rows, 64], swizzled by 128 bytes. What lies
+// outside the matrix comes as zeros. 0, or an error was set.
+inline int make_map(CUtensorMap* map, const void* data, uint64_t rows, uint64_t columns,
+                    uint32_t tile_rows) {
   static decltype(&cuTensorMapEncodeTiled) encode = nullptr;  // of the driver, which is not linked
   if (encode == nullptr) {
     cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
@@ -27,30 +27,13 @@ inline int make_map_of(CUtensorMap* map, const void* data, int dims, const cuuin
     if (found != cudaDriverEntryPointSuccess) return failed("the driver has no tensor maps");
     encode = reinterpret_cast<decltype(encode)>(function);
   }
-  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+  const cuuint64_t sizes[2] = {columns, rows}, strides[1] = {columns * 2};
+  const cuuint32_t box[2] = {kChunk, tile_rows}, steps[2] = {1, 1};
   const CUresult result = encode(
-      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, dims, const_cast<void*>(data), sizes, strides, box,
-      steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(data), sizes, strides, box, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? 0 : failed("the driver refuses a tensor map");
-}
-
-// Of a row-major matrix, in tiles [tile_rows, 64].
-inline int make_map(CUtensorMap* map, const void* data, uint64_t rows, uint64_t columns,
-                    uint32_t tile_rows) {
-  const cuuint64_t sizes[2] = {columns, rows}, strides[1] = {columns * 2};
-  const cuuint32_t box[2] = {kChunk, tile_rows};
-  return make_map_of(map, data, 2, sizes, strides, box);
-}
-
-// Of a matrix with `width` rows of gate and then as many of up, in tiles of `outputs` of both: eight
-// of gate, the same eight of up, and so on. Both are multiples of 8.
-inline int make_gate_map(CUtensorMap* map, const void* data, uint64_t width, uint64_t columns,
-                         uint32_t outputs) {
-  const cuuint64_t sizes[4] = {columns, 8, 2, width / 8};
-  const cuuint64_t strides[3] = {columns * 2, width * columns * 2, 8 * columns * 2};
-  const cuuint32_t box[4] = {kChunk, 8, 2, outputs / 8};
-  return make_map_of(map, data, 4, sizes, strides, box);
 }
 
 // As `launch`, in clusters of blocks that share their shared memory.
@@ -115,32 +98,6 @@ __device__ inline void copy_tile(uint32_t to, const CUtensorMap* map, int row, i
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier)
       : "memory");
-}
-
-// A tile of `make_gate_map`, whose first outputs are the eighth `eight`.
-__device__ inline void copy_gate_tile(uint32_t to, const CUtensorMap* map, int eight, int column,
-                                      uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%2, %3, %3, %4}], [%5];" ::"r"(to), "l"(map), "r"(column), "r"(0), "r"(eight),
-      "r"(barrier)
-      : "memory");
-}
-
-// The first COUNT threads of the block wait for each other.
-template <int COUNT>
-__device__ inline void sync_threads_of() {
-  asm volatile("bar.sync 1, %0;" ::"n"(COUNT) : "memory");
-}
-
-// What this thread wrote or saw before is seen by whoever loads the flag after this.
-__device__ inline void store_flag(int* flag, int value) {
-  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
-}
-__device__ inline int load_flag(const int* flag) {
-  int value;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
-  return value;
 }
 
 // What this thread can see of the device's memory, the accelerator sees after this.

@@ -81,7 +81,7 @@ struct Block {
   Cluster* cluster;
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
-  Meeting meeting, some;  // of all fibers; of the first ones
+  Meeting meeting;
   std::vector<uint4> dynamic;
   ucontext_t scheduler;
   int current = 0;

@@ -10,7 +10,6 @@ struct CUtensorMap {
   const char* data;
   int64_t rows, columns;
   int tile_rows;
-  bool gate = false;  // eights of rows alternate with those of the matrix's second half
 };
 
 namespace minisgl {
@@ -20,11 +19,6 @@ constexpr int kChunk = 64;
 inline int make_map(CUtensorMap* map, const void* data, uint64_t rows, uint64_t columns,
                     uint32_t tile_rows) {
   *map = {static_cast<const char*>(data), int64_t(rows), int64_t(columns), int(tile_rows)};
-  return 0;
-}
-inline int make_gate_map(CUtensorMap* map, const void* data, uint64_t width, uint64_t columns,
-                         uint32_t outputs) {
-  *map = {static_cast<const char*>(data), int64_t(width), int64_t(columns), int(2 * outputs), true};
   return 0;
 }
 
@@ -92,12 +86,8 @@ inline void copy_tile(uint32_t to, const CUtensorMap* map, int row, int column, 
     for (int piece = 0; piece < 8; ++piece) {
       const uint32_t at = (to & 0xffffff) + r * 128 + piece * 16;
       char* there = place((to & 0xff000000) | swizzled(at));
-      int64_t y = row + r;
-      const int64_t x = column + piece * 8;
-      bool second = false;
-      if (map->gate) second = r / 8 % 2 == 1, y = row + r / 16 * 8 + r % 8;
+      const int64_t y = row + r, x = column + piece * 8;
       if (y < map->rows && x < map->columns) {
-        if (second) y += map->rows;
         memcpy(there, map->data + (y * map->columns + x) * 2, 16);
       } else {
         memset(there, 0, 16);
@@ -109,16 +99,6 @@ inline void copy_tile(uint32_t to, const CUtensorMap* map, int row, int column, 
   b.bytes -= map->tile_rows * 128;
   b.settle();
 }
-
-inline void copy_gate_tile(uint32_t to, const CUtensorMap* map, int eight, int column,
-                           uint32_t barrier) {
-  copy_tile(to, map, eight * 8, column, barrier);
-}
-
-template <int COUNT>
-void sync_threads_of() { emulator::block().some.wait(COUNT); }
-inline void store_flag(int* flag, int value) { __atomic_store_n(flag, value, __ATOMIC_RELEASE); }
-inline int load_flag(const int* flag) { return __atomic_load_n(flag, __ATOMIC_ACQUIRE); }
 
 inline void publish_memory() {}
 inline void prefetch_map(const CUtensorMap*) {}
