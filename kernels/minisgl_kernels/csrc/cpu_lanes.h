@@ -4,6 +4,7 @@
 //   MINISGL_TARGET  the attribute of functions
 //   MINISGL_WIDTH   floats of a register: 16, 8 or 4
 //   MINISGL_SET     the namespace
+//   MINISGL_DOT_BY_FMA  if defined, no vdpbf16ps
 // Every function is inlined, so that none is called whose instructions the CPU may lack.
 
 namespace minisgl::cpu::MINISGL_SET {
@@ -160,7 +161,7 @@ MINISGL_LANE_FN Pairs interleave(const bf16* a, const bf16* b) {
 
 // sum + a.first * b.first + a.second * b.second
 MINISGL_LANE_FN F dot(F sum, Pairs a, Pairs b) {
-#if MINISGL_WIDTH == 16
+#if MINISGL_WIDTH == 16 && !defined(MINISGL_DOT_BY_FMA)
   sum.part[0] = _mm512_dpbf16_ps(sum.part[0], reinterpret_cast<__m512bh>(a.part[0]),
                                  reinterpret_cast<__m512bh>(b.part[0]));
 #else

@@ -100,13 +100,22 @@ struct LayerKernels {
 #define MINISGL_WIDTH 16
 #define MINISGL_TARGET MINISGL_AVX512
 #include "cpu_layer_set.h"
+
+// Processors with tiles take two cycles or more for a vdpbf16ps, and half a one for an FMA.
+#define MINISGL_SET lanes16_fma
+#define MINISGL_WIDTH 16
+#define MINISGL_TARGET MINISGL_AVX512
+#define MINISGL_DOT_BY_FMA
+#include "cpu_layer_set.h"
+#undef MINISGL_DOT_BY_FMA
 #endif
 
 namespace minisgl::cpu {
 
 inline const LayerKernels& layer_kernels(Isa isa) {
 #if MINISGL_X86
-  if (isa >= Isa::avx512) return lanes16::kLayerKernels;
+  if (isa == Isa::amx) return lanes16_fma::kLayerKernels;
+  if (isa == Isa::avx512) return lanes16::kLayerKernels;
   if (isa == Isa::avx2) return lanes8::kLayerKernels;
 #endif
   (void)isa;
