@@ -301,6 +301,7 @@ class Decoder(BaseOP):
                 torch.randn((tokens, width), dtype=self._dtype, device=self._device) * 0.1
                 for width in (hidden, heads)
             )
+            # All are kept: a graph reads what the call before its capture left behind.
             ready: list[Normed | None] = [None]
             turned = [
                 first.turned_alone(table, tokens) if table is not None and tokens > fuses else None
@@ -309,8 +310,8 @@ class Decoder(BaseOP):
 
             def run(i: int) -> None:
                 following = some[(i + 1) % len(some)]
-                ready[0] = some[i].products_alone(
-                    h, ready[0], x, kernels, ways, following, turned[i]
+                ready.append(
+                    some[i].products_alone(h, ready[-1], x, kernels, ways, following, turned[i])
                 )
 
             return [partial(run, i) for i in range(len(some))]

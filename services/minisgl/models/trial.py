@@ -1,12 +1,18 @@
 """The trial at the start: how the products of few tokens are computed fastest on this device."""
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
+
+import torch
 
 from minisgl.models.products import GROUPS, Choice, Kernels, Shapes, Ways, covering, graph_seconds
 from minisgl_kernels.cuda_build import collected, prepare
 from minisgl_kernels.measured import measured
 from minisgl_kernels.tuned_linear import measuring
 from minisgl_kernels.wide_linear import TILE
+
+TIMED_AT_ONCE = 32
+"""So many graphs' memory is given back together: torch keeps it, for each graph on its own."""
 
 Chain = Callable[[int, Ways], Sequence[Callable[[], object]]]
 """For some tokens and ways: calls that compute a layer's products each, of layers in a row."""
@@ -23,7 +29,11 @@ def run_trial(
     tokens, the size of the heads that are turned behind a QKV product, or 0.
     """
 
+    timed = itertools.count(1)
+
     def seconds(tokens: int, ways: Ways) -> float:
+        if next(timed) % TIMED_AT_ONCE == 0:
+            torch.cuda.empty_cache()
         with measuring():
             return graph_seconds(chain(tokens, ways))
 
