@@ -15,6 +15,7 @@ from minisgl_kernels.wide_linear import (
     Turned,
     _family,
     computes,
+    likely_blocks,
     possible_blocks,
     shape_of_blocks,
     signature,
@@ -140,6 +141,22 @@ def test_the_same_operands_give_the_same_bits() -> None:
         first = wide_linear(x, weight, blocks=cut)
         for _ in range(20):
             assert torch.equal(wide_linear(x, weight, blocks=cut), first), cut
+
+
+SMALL = {(960, 576): 0, (576, 576): 1, (3072, 576): 2, (576, 1536): 1}
+"""Products of SmolLM2-135M, whose tiles and parts are uneven everywhere, and their modes."""
+
+
+def test_every_cut_that_a_trial_takes_for_a_small_model_is_right() -> None:
+    cases = [
+        (tokens, rows, k, mode, cut)
+        for tokens in (40, 200) for (rows, k), mode in SMALL.items()
+        for cut in likely_blocks(tokens, rows, k, mode)
+    ]  # fmt: skip
+    compile_all([(tokens, cut, mode) for tokens, _, _, mode, cut in cases])
+    for tokens, rows, k, mode, cut in cases:
+        for option in (name for name, its in MODES.items() if its == mode):
+            check(tokens, rows, k, option, cut)
 
 
 TURNING = [(64, Blocks(1)), (64, Blocks(1, 2, 3)), (128, Blocks(2)), (128, Blocks(2, 2, 2)),

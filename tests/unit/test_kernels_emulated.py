@@ -270,6 +270,7 @@ def test_filter_bounds_pass_the_tokens_of_the_filters(levels, limits):
         (21, 176, 192, wide_linear.Blocks(3, shared=80_000), "silu"),
         (10, 80, 448, wide_linear.Blocks(1, split=2, ways=2, shared=28_000), "residual"),
         (33, 80, 320, wide_linear.Blocks(1, tiles=2, shared=28_000), "normed"),
+        (10, 192, 576, wide_linear.Blocks(2, split=8, tiles=2), "following"),  # 9 parts of 64 k
     ],
 )
 def test_wide_linear(tokens, rows, k, cut, option):
