@@ -256,6 +256,7 @@ class Engine(StepEngine):
                     "tensors: what else runs there leaves that much less for the KV cache",
                     foreign / 2**30,
                 )  # fmt: skip
+            measure.full_chunk(runner, requests, config.max_prefill_tokens)
             steps = measure.largest_steps(runner, requests, tokens)
             sampling = measure.largest_sampling(self.vocab_size, requests, device)
             graph_bytes = measure.graphs(runner, sizes)

@@ -11,6 +11,7 @@ import torch
 from minisgl.engine.cuda import CudaRunner
 from minisgl.engine.sampler import Sampler
 from minisgl.messages import SamplingParams
+from minisgl_kernels.tuned_linear import measuring
 
 DECODE_LENGTH = 1024
 """Tokens of each request of the measured decode step: beyond it, kernels need no more memory."""
@@ -37,6 +38,14 @@ def largest_steps(runner: CudaRunner, requests: int, tokens: int) -> int:
     for lens in (_prefill(requests, tokens, tables.width), _decode(requests, tables.width)):
         runner.forward(tables.dummy_step(*lens)).wait()
     return _taken_since(before, device)
+
+
+def full_chunk(runner: CudaRunner, requests: int, tokens: int) -> None:
+    """Compute a step of so many prompt tokens, most steps of long prompts, and measure by which
+    algorithms its products are computed fastest."""
+    tables = runner.parts.tables
+    with measuring():
+        runner.forward(tables.dummy_step(*_prefill(requests, tokens, tables.width))).wait()
 
 
 def largest_sampling(vocab_size: int, requests: int, device: torch.device) -> int:

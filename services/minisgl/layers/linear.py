@@ -14,10 +14,13 @@ from minisgl_kernels.build import KernelUnavailable
 from minisgl_kernels.tuned_linear import TunedLinear, tuned_linear_function
 
 MEASURED = 512
-"""Tokens of the largest step that is captured: beyond it no algorithm was measured."""
+"""Tokens of the largest step that is captured; beyond it a full chunk of prompts is measured, and
+other steps are torch's."""
 LARGE = 1 << 25
 """Weights from which on measuring pays: a library's own choice for smaller products, on an H200,
 was within the noise of the best."""
+MANY = 1 << 34
+"""The same for a full chunk: tokens times weights."""
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -42,10 +45,13 @@ def add_product(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -
 
 def _measured(x: torch.Tensor, weight: torch.Tensor) -> TunedLinear | None:
     """The product whose algorithms are measured, where that pays."""
-    few = x.is_cuda and x.dtype.itemsize == 2 and len(x) <= MEASURED
-    if few and x.is_contiguous() and weight.numel() >= LARGE:
-        return tuned_linear_function()
-    return None
+    if not x.is_cuda or x.dtype.itemsize != 2 or not x.is_contiguous():
+        return None
+    if len(x) <= MEASURED:
+        pays = weight.numel() >= LARGE
+    else:
+        pays = len(x) * weight.numel() >= MANY
+    return tuned_linear_function() if pays else None
 
 
 class Linear(BaseOP):

@@ -48,6 +48,13 @@ def test_a_large_one_of_few_tokens_on_a_gpu_is_the_measured_one(measured):
     assert measured == [(3, False), (3, True)]
 
 
+def test_one_of_a_full_chunk_of_prompts_is_measured_too(measured, monkeypatch):
+    monkeypatch.setattr(linear, "MANY", 20 * (linear.MEASURED + 1))
+    assert product(*operands(linear.MEASURED + 1)) == "measured"
+    monkeypatch.setattr(linear, "MANY", 20 * (linear.MEASURED + 1) + 1)
+    assert product(*operands(linear.MEASURED + 1)).shape == (linear.MEASURED + 1, 5)
+
+
 def test_others_are_torchs(measured, monkeypatch):
     assert product(*operands(linear.MEASURED + 1)).shape == (linear.MEASURED + 1, 5)
     assert product(*operands(dtype=torch.float32)).shape == (3, 5)
