@@ -109,10 +109,13 @@ class Kernels:
             if self.skinny is not None and tokens <= min(self.skinny_tokens, SKINNY_TOKENS):
                 found[name].append(Option(Way.SKINNY))
             if self.wide is not None and tokens <= self.wide_tokens and computes(*shape):
-                cuts = likely_blocks(tokens, *shape)
-                if name == "qkv" and turned_heads:
-                    cuts = [*turning_blocks(tokens, *shape[:2], turned_heads), *cuts]
-                found[name] += [Option(Way.WIDE, cut) for cut in dict.fromkeys(cuts)]
+                cuts = []
+                if (
+                    name == "qkv" and turned_heads
+                ):  # a kernel for that costs more than any cut saves
+                    cuts = turning_blocks(tokens, *shape[:2], turned_heads)
+                cuts = cuts or likely_blocks(tokens, *shape)
+                found[name] += [Option(Way.WIDE, cut) for cut in cuts]
         return found
 
     def normed(
