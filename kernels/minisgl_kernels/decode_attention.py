@@ -19,16 +19,12 @@ WARPS_PER_SM = 8
 """Of all blocks together: each warp keeps about 24 KiB of copies in shared memory."""
 BALANCE = 28
 """How many parts of a request take as long to combine as one tile to compute, times queries."""
-PIECES = (4, 2, 1)
-"""Units at the end of a worker's share that whoever is done first takes."""
-UNIT_SHARE = 64
-"""A worker has so many tiles for each one of a unit; with fewer there are no pieces."""
 _WARPS = 4
 _FLAGS = ("-maxrregcount=208",)
 """Leaves room on an SM for the end of the kernel before, of whose time ours makes use."""
 _STAGES = {64: 6, 128: 3}
 _MAX_GROUP = 8
-_MAX_CHUNKS = 2**15 - 1
+_MAX_CHUNKS = 2**15
 _MAX_BATCH = 12_000
 
 Int32s = npt.NDArray[np.int32]
@@ -70,17 +66,14 @@ class DecodeAttention:
             raise KernelUnavailable(f"decode attention takes up to {_MAX_BATCH} requests")
         if sm_count is None:
             sm_count = torch.cuda.get_device_properties(device).multi_processor_count
-        workers = max_workers(sm_count, num_kv_heads)
-        chunks = workers * (1 + len(PIECES))
+        chunks = max_chunks(sm_count, num_kv_heads)
         self._plan, self._attention = _plan[signature], _attention[signature]
         self._signature, self._kv_heads = signature, num_kv_heads
         self._scale, self._balance = head_dim**-0.5, balance
         self.chunks = torch.zeros((chunks, 8), dtype=torch.int32, device=device)
-        """Of the workers, then of the pieces as they are claimed: index of the first request, first
-        tile, end, its number from the first tile on, and that request's entry below."""
+        """Index of the first request, first tile, end, 0, and that request's entry below."""
         self.requests = torch.zeros((max_batch + 1, 4), dtype=torch.int32, device=device)
         """First tile, tokens, row, first chunk << 16 | last chunk."""
-        self._claims = torch.zeros(3, dtype=torch.int32, device=device)
         self._arrived = torch.zeros((max_batch, num_kv_heads), dtype=torch.int32, device=device)
         parts = (chunks, 2, num_kv_heads, group)
         self._partial = torch.empty((*parts, head_dim), dtype=torch.float32, device=device)
@@ -89,7 +82,7 @@ class DecodeAttention:
     def plan(self, lens: torch.Tensor, rows: torch.Tensor) -> None:
         """Share out the work of requests with `lens` [B] tokens in `rows` [B] of the page table,
         both int32 on the device. Lengths are 1 or more."""
-        self._plan(self.chunks, self.requests, lens, rows, self._balance, self._claims, UNIT_SHARE)
+        self._plan(self.chunks, self.requests, lens, rows, self._balance)
 
     def attention(
         self, q: torch.Tensor, k_slots: torch.Tensor, v_slots: torch.Tensor,
@@ -103,7 +96,7 @@ class DecodeAttention:
         out = torch.empty_like(q)
         self._attention(
             q, out, k_slots, v_slots, page_table, self.chunks, self.requests, self._partial,
-            self._stats, self._arrived, self._scale, self._claims,
+            self._stats, self._arrived, self._scale,
         )  # fmt: skip
         return out
 
@@ -122,7 +115,7 @@ class DecodeAttention:
         kernel = _attention[*self._signature, 1 if q_weight is None else 2]
         kernel(
             qkv, out, k_slots, v_slots, page_table, self.chunks, self.requests, self._partial,
-            self._stats, self._arrived, self._scale, self._claims, q_weight, k_weight, eps, cos_sin,
+            self._stats, self._arrived, self._scale, q_weight, k_weight, eps, cos_sin,
         )  # fmt: skip
         return out
 
@@ -141,46 +134,32 @@ def decode_attention_function() -> Callable[..., DecodeAttention] | None:
     return DecodeAttention if _attention.usable() else None
 
 
-def max_workers(sm_count: int, num_kv_heads: int) -> int:
-    """Shares that keep all warps of the device busy, one for each KV head."""
-    return min(max(1, sm_count * WARPS_PER_SM // num_kv_heads), _MAX_CHUNKS // (1 + len(PIECES)))
+def max_chunks(sm_count: int, num_kv_heads: int) -> int:
+    """Chunks that keep all warps of the device busy, one for each KV head."""
+    return min(max(1, sm_count * WARPS_PER_SM // num_kv_heads), _MAX_CHUNKS - 1)
 
 
 def plan_reference(
-    lens: Int32s, rows: Int32s, chunks: int, *, group: int, balance: int = BALANCE,
-    unit_share: int = UNIT_SHARE,
-) -> tuple[Int32s, Int32s]:  # fmt: skip
+    lens: Int32s, rows: Int32s, chunks: int, *, group: int, balance: int = BALANCE
+) -> tuple[Int32s, Int32s]:
     """What `DecodeAttention.plan` leaves in `chunks` [chunks, 8] and `requests` [B + 1, 4]."""
     tiles = -(-lens.astype(np.int64) // TILE)
     ends = np.cumsum(tiles)
     first, total = ends - tiles, int(ends[-1])
-    least, most = 1, chunks // (1 + len(PIECES))
+    least = 1
     while balance * least**2 < tiles.max() * group:
         least += 1
-    workers = min(most, -(-total // least))
-    shares = np.arange(workers + 1) * total // workers
-    unit = total // workers // unit_share
-    # [workers, 4]: where the share and its pieces start
-    behind = unit * np.cumsum((0, *PIECES[::-1]))[::-1]
-    starts = np.stack([shares[:-1], *(shares[1:] - back for back in behind[:-1])], axis=1)
-    if not unit:
-        starts = starts[:, :1]
-    cuts = np.append(starts.reshape(-1), total)
+    count = min(chunks, -(-total // least))
+    cuts = np.arange(count + 1) * total // count
     low = np.searchsorted(cuts, first, side="right") - 1
     high = np.searchsorted(cuts, ends - 1, side="right") - 1
     requests = np.zeros((len(lens) + 1, 4), np.int64)
     requests[:-1] = np.stack([first, lens, rows, low << 16 | high], axis=1)
     requests[-1, 0] = total
+    index = np.searchsorted(first, cuts[:-1], side="right") - 1
     plan = np.zeros((chunks, 8), np.int64)
-    numbers = np.arange(len(cuts) - 1).reshape(workers, -1)
-    pieces = numbers[:, 1:].T.reshape(-1)  # all first ones, then all second ones
-    for places, some in (
-        (slice(0, workers), numbers[:, 0]),
-        (most + np.arange(len(pieces)), pieces),
-    ):
-        index = np.searchsorted(first, cuts[some], side="right") - 1
-        plan[places, :4] = np.stack([index, cuts[some], cuts[some + 1], some], axis=1)
-        plan[places, 4:] = requests[index]
+    plan[:count, :3] = np.stack([index, cuts[:-1], cuts[1:]], axis=1)
+    plan[:count, 4:] = requests[index]
     return plan.astype(np.int32), requests.astype(np.int32)
 
 

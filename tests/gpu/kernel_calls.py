@@ -8,19 +8,10 @@ PYTORCH_NO_CUDA_MEMORY_CACHING=1, which gives each tensor one of its own.
 
 import sys
 from collections.abc import Callable
-from unittest.mock import patch
 
 import torch
 
-from minisgl_kernels import (
-    activation,
-    decode_attention,
-    decode_inputs,
-    embedding,
-    kv_store,
-    norm,
-    qk_rope_store,
-)
+from minisgl_kernels import activation, decode_inputs, embedding, kv_store, norm, qk_rope_store
 from minisgl_kernels.block_table import block_table
 from minisgl_kernels.decode_attention import DecodeAttention
 from minisgl_kernels.filter_bounds import filter_bounds
@@ -125,8 +116,7 @@ def call_block_table() -> None:
 
 
 def call_decode_attention() -> None:
-    """Whole requests and parts of requests, twice each, with what comes before, and with pieces for
-    whoever is done first."""
+    """Whole requests and parts of requests, twice each, and with what comes before."""
     for heads, kv_heads, dim, lens in ((4, 2, 128, [1, 17, 500]), (3, 1, 64, [3000, 40])):
         width, batch = max(lens), len(lens)
         slots = _randn(2, batch * width, kv_heads, dim)
@@ -136,8 +126,7 @@ def call_decode_attention() -> None:
             dtype=torch.bfloat16, device=torch.device(DEVICE), sm_count=1,
         )  # fmt: skip
         rows = torch.randperm(batch, device=DEVICE).int()
-        with patch.object(decode_attention, "UNIT_SHARE", 8):
-            kernel.plan(torch.tensor(lens, dtype=torch.int32, device=DEVICE), rows)
+        kernel.plan(torch.tensor(lens, dtype=torch.int32, device=DEVICE), rows)
         for _ in range(2):
             kernel.attention(_randn(batch, heads, dim), *slots, table)
         turn = _randn(dim), _randn(dim), 1e-6, _randn(width, dim, dtype=torch.float32)

@@ -22,7 +22,6 @@ from minisgl.attention.fa_backend import FlashAttentionBackend
 from minisgl.attention.registry import make_backend
 from minisgl.attention.torch_backend import TorchBackend
 from minisgl.kvcache.pool import KVPool
-from minisgl_kernels import decode_attention
 from minisgl_kernels.block_table import block_table_function, block_table_reference
 from minisgl_kernels.cuda_build import prepare
 from minisgl_kernels.decode_attention import (
@@ -335,14 +334,9 @@ def test_the_device_plans_as_the_reference_does(kv_heads: int) -> None:
         np.testing.assert_array_equal(kernel.requests.cpu().numpy()[: count + 1], requests)
 
 
-@pytest.mark.parametrize("share", [decode_attention.UNIT_SHARE, 8])
 @pytest.mark.parametrize("shape", [(16, 8, 128), (40, 8, 128), (32, 4, 64)])
-def test_the_kernel_of_our_own_gives_the_same_bits_each_time(
-    shape: tuple[int, int, int], share: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whichever warp ends last adds the parts up in the same order: a race would change bits. With
-    a share of 8 most tiles are for whoever is done first."""
-    monkeypatch.setattr(decode_attention, "UNIT_SHARE", share)
+def test_the_kernel_of_our_own_gives_the_same_bits_each_time(shape: tuple[int, int, int]) -> None:
+    """Whichever warp ends last adds the parts up in the same order: a race would change bits."""
     case = Case(*shape, 16, batch=64)
     lens = lengths(case, 64)
     batch, q = case.step(lens - 1, np.ones(64, np.int64)), case.queries(64)
@@ -358,9 +352,8 @@ def test_the_kernel_of_our_own_gives_the_same_bits_each_time(
 @pytest.mark.parametrize("shape", [(16, 8, 128), (40, 8, 128), (9, 3, 64)])
 @pytest.mark.parametrize("batch", [1, 7, 64])
 def test_attention_of_the_qkv_product_is_rope_and_store_and_attention(
-    shape: tuple[int, int, int], normalised: bool, batch: int, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int, int], normalised: bool, batch: int
 ) -> None:
-    monkeypatch.setattr(decode_attention, "UNIT_SHARE", 8)
     heads, kv_heads, dim = shape
     case = Case(*shape, 16, batch=batch)
     lens = np.maximum(lengths(case, batch), 2)

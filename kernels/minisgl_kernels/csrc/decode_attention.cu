@@ -5,11 +5,8 @@
 // of one chunk are neighbours, so that the heads of a token, which lie together in memory, are read
 // at about the same time. A request that a cut divides has partial results; the warp that ends last
 // combines them. Warps need no one else: each keeps STAGES tiles in shared memory of its own, filled
-// by asynchronous copies.
-//
-// Multiprocessors do not read equally fast: with equal shares some end 4 % behind the mean. So the end
-// of each share is cut off in pieces of 4, 2 and 1 units, which warps claim when they are done with
-// theirs: first all pieces of 4. What is a part is fixed, and so are the sums' order and bits.
+// by asynchronous copies. (Ends of chunks for whoever is done first made it slower: each part costs more
+// than it evens out.)
 //
 // Most requests that are cut have two parts: the end of one chunk, and the start of the next one,
 // which was done long before. So the warp with the former reads the latter while its last tile comes,
@@ -38,11 +35,9 @@ constexpr int kPieces = kRowBytes / 16;         // copies of 16 bytes a row
 constexpr int kCopies = kTile * kPieces / 32;   // copies a lane, for keys and for values
 constexpr int kTileBytes = kTile * kRowBytes;
 constexpr int kStageBytes = 2 * kTileBytes;
-constexpr int kQueue = 8;                         // pieces that a warp may have claimed
 constexpr int kLaneDims = HEAD_DIM / 32;        // dims a lane has when partial results are combined
 
 static_assert(GROUP >= 1 && GROUP <= 8, "query heads of a KV head");
-static_assert(STAGES <= kQueue, "a piece has a tile at least");
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "head dim");
 
 // A request: its first tile on the axis, its tokens, its row of the page table, and the first and
@@ -52,43 +47,19 @@ struct alignas(16) Request {
   __device__ int end() const { return first + (tokens + kTile - 1) / kTile; }
 };
 
-// A chunk: tiles [start, end) of the axis; `index` is the request that the first one belongs to, and
-// `number` counts chunks along the axis. The first ones are the workers', then come the pieces.
+// A chunk: tiles [start, end) of the axis; `index` is the request that the first one belongs to.
 struct alignas(16) Chunk {
-  int index, start, end, number;
+  int index, start, end, unused;
   Request request;
-};
-
-struct Claims {
-  int made, pieces, workers;  // `made` is zero between launches
 };
 
 // ---- plan: once a step ------------------------------------------------------------------------
 
 constexpr int kPlanThreads = 1024;
 
-constexpr int kShareEnds = 3;  // pieces of a worker's share, from its end: 1, 2 and 4 units
-constexpr int kUnits = 7;
-
-// How `tiles` are shared out among `workers`.
-struct Shares {
-  int tiles, workers, unit;
-
-  __device__ int start(int worker) const {
-    return static_cast<int>(int64_t{worker} * tiles / workers);
-  }
-  // Of a share: where its pieces start, or, behind them, its end.
-  __device__ int piece(int worker, int i) const {
-    return start(worker + 1) - unit * (kUnits >> i);
-  }
-  __device__ int number_of(int tile) const {
-    const int worker = static_cast<int>(((int64_t{tile} + 1) * workers - 1) / tiles);
-    if (unit == 0) return worker;
-    int i = 0;
-    while (i < kShareEnds && tile >= piece(worker, i)) ++i;
-    return worker * (kShareEnds + 1) + i;
-  }
-};
+__device__ int chunk_of(int tile, int chunks, int tiles) {
+  return static_cast<int>(((int64_t{tile} + 1) * chunks - 1) / tiles);
+}
 
 // A warp takes its tiles one after the other, and then one warp the parts of a request: so little
 // work that not all warps are needed is cut into about sqrt(balance * longest / GROUP) parts.
@@ -98,10 +69,10 @@ __device__ int tiles_of_chunk(int longest, int balance) {
   return least;
 }
 
-// One block. `chunks` [max_workers * (1 + kShareEnds)], `requests` [batch + 1] and `claims` are written.
+// One block. `chunks` [max_chunks] and `requests` [batch + 1] are written.
 __global__ void __launch_bounds__(kPlanThreads)
-    plan(const int* lens, const int* rows, Chunk* chunks, Request* requests, Claims* claims,
-         int batch, int max_workers, int balance, int unit_share) {
+    plan(const int* lens, const int* rows, Chunk* chunks, Request* requests, int batch,
+         int max_chunks, int balance) {
   DYNAMIC_SHARED(int, first);  // [batch + 1] first tile of each request, and of all
   __shared__ int warp_sums[kPlanThreads / 32], warp_longest[kPlanThreads / 32];
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
@@ -135,32 +106,25 @@ __global__ void __launch_bounds__(kPlanThreads)
   for (int w = 0; w < kPlanThreads / 32; ++w) longest = max(longest, warp_longest[w]);
   const int tiles = first[batch];
   const int least = tiles_of_chunk(longest, balance);
-  const int count = min(max_workers, (tiles + least - 1) / least);
-  const Shares shares{tiles, count, tiles / count / unit_share};
+  const int count = min(max_chunks, (tiles + least - 1) / least);
   const auto request = [&](int i) {
     return Request{first[i], lens[i], rows[i],
-                   shares.number_of(first[i]) << 16 | shares.number_of(first[i + 1] - 1)};
+                   chunk_of(first[i], count, tiles) << 16 |
+                       chunk_of(first[i + 1] - 1, count, tiles)};
   };
   for (int i = thread; i < batch; i += kPlanThreads) requests[i] = request(i);
-  if (thread == 0) {
-    requests[batch] = Request{tiles, 0, 0, 0};
-    *claims = Claims{0, shares.unit > 0 ? count * kShareEnds : 0, count};
-  }
-  for (int c = thread; c < max_workers * (1 + kShareEnds); c += kPlanThreads) {
-    // All largest pieces stand before the next ones.
-    const int i = c < max_workers ? -1 : (c - max_workers) / count;
-    const int worker = c < max_workers ? c : (c - max_workers) % count;
+  if (thread == 0) requests[batch] = Request{tiles, 0, 0, 0};
+  for (int c = thread; c < max_chunks; c += kPlanThreads) {
     Chunk chunk = {};
-    if (worker < count && (i < 0 || (shares.unit > 0 && i < kShareEnds))) {
-      chunk.start = i < 0 ? shares.start(worker) : shares.piece(worker, i);
-      chunk.end = shares.piece(worker, i + 1);
+    if (c < count) {
+      chunk.start = static_cast<int>(int64_t{c} * tiles / count);
+      chunk.end = static_cast<int>((int64_t{c} + 1) * tiles / count);
       int low = 0, high = batch - 1;
       while (low < high) {  // the last request that starts at this tile or before
         const int middle = (low + high + 1) / 2;
         if (first[middle] <= chunk.start) low = middle; else high = middle - 1;
       }
       chunk.index = low;
-      chunk.number = shares.number_of(chunk.start);
       chunk.request = request(low);
     }
     chunks[c] = chunk;
@@ -212,7 +176,6 @@ struct Inputs {
   const int* page_table;  // [rows, columns]
   const Chunk* chunks;
   const Request* requests;
-  Claims* claims;
   float* partial;         // [chunks, 2, kv_heads, GROUP, HEAD_DIM], not divided by the sum
   float2* stats;          // [chunks, 2, kv_heads, GROUP]: largest exponent, and sum
   int* arrived;           // [batch, kv_heads], zeros between launches
@@ -220,7 +183,7 @@ struct Inputs {
   int64_t columns;
   int64_t q_step;         // elements from one request's q to that of the next
   int kv_heads;
-  int max_workers;
+  int max_chunks;
   float scale;            // of the scores, times log2(e)
   // FUSED alone:
   const Elem* q_weight;   // [HEAD_DIM]
@@ -476,67 +439,39 @@ __global__ void attention(const __grid_constant__ Inputs in) {
   DYNAMIC_SHARED(uint4, memory);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t worker = int64_t{blockIdx.x} * WARPS + warp;
-  int head = static_cast<int>(worker % in.kv_heads);
+  const int number = static_cast<int>(worker / in.kv_heads);
+  const int head = static_cast<int>(worker % in.kv_heads);
   // Before `wait_for_previous` the kernel before this one may still run. It stores the new tokens
-  // of this layer, so the tile of a request's last token waits for it; it may be this kernel for
-  // another layer, so a claim waits, too. What else is copied here, the plan, the page table and
-  // older tokens, is done with: no kernel is launched before the plan has ended. Those are read from
-  // the L2 cache, where that is sure to be seen.
-  if (worker >= int64_t{in.max_workers} * in.kv_heads) return;
-  Chunk chunk = load(in.chunks + worker / in.kv_heads);
+  // of this layer, so the tile of a request's last token waits for it; what else is copied here,
+  // the plan, the page table and older tokens, is done with: no kernel is launched before the plan
+  // has ended. Those are read from the L2 cache, where that is sure to be seen.
+  if (number >= in.max_chunks) return;
+  const Chunk chunk = load(in.chunks + number);
   if (chunk.start == chunk.end) return;
-  const int pieces = __ldcg(&in.claims->pieces) * in.kv_heads;
-  const int claims = pieces + __ldcg(&in.claims->workers) * in.kv_heads;  // that will be made
 
   const uint32_t ring = shared_address(memory) + warp * STAGES * kStageBytes;
+  const char* const k_head = in.k + head * kRowBytes;
+  const char* const v_head = in.v + head * kRowBytes;
 
   // The copies run ahead of the products. `slot` is of token lane % 16 in the tile that is to be
   // copied next; it is asked for one tile before it is needed.
   Request ahead = chunk.request, following = load(in.requests + chunk.index + 1);
-  int ahead_index = chunk.index, ahead_end = ahead.end(), next = chunk.start, last = chunk.end;
-  int64_t at_head = head * kRowBytes;
-  // Pieces that are claimed, up to one a tile that is on its way.
-  struct Claimed { Chunk chunk; int head; };
-  __shared__ Claimed queues[WARPS][kQueue];
-  Claimed* const queue = queues[warp];
-  int claimed = 0, taken = 0;
-  bool more = pieces > 0;
-  const auto claim = [&]() {
-    int i = 0;
-    if (lane == 0) i = atomicAdd(&in.claims->made, 1);
-    i = __shfl_sync(kAll, i, 0);
-    more = i < pieces;
-    if (i == claims - 1 && lane == 0) in.claims->made = 0;
-    if (!more) return;
-    Claimed& to = queue[claimed++ % kQueue];
-    const Chunk piece = load(in.chunks + in.max_workers + i / in.kv_heads);
-    if (lane == 0) to = Claimed{piece, i % in.kv_heads};
-    ahead = piece.request;
-    ahead_end = ahead.end();
-    ahead_index = piece.index;
-    following = load(in.requests + ahead_index + 1);
-    next = piece.start;
-    last = piece.end;
-    at_head = i % in.kv_heads * kRowBytes;
-  };
+  int ahead_index = chunk.index, ahead_end = ahead.end(), next = chunk.start;
   const auto slot_of_next = [&]() {
-    if (next == last && more) claim();
-    if (next == last) return 0;
+    if (next >= chunk.end) return 0;
     if (next == ahead_end) {
       ahead = following;
       ahead_end = ahead.end();
       // one entry stands after the last request, and is asked for at most
-      if (ahead_end < last) following = load(in.requests + ++ahead_index + 1);
+      if (ahead_end < chunk.end) following = load(in.requests + ++ahead_index + 1);
     }
     const int token = min((next - ahead.first) * kTile + lane % kTile, ahead.tokens - 1);
     return __ldcg(in.page_table + ahead.row * in.columns + token);
   };
   int slot = slot_of_next();
   const auto copy_next = [&](int stage) {
-    if (next < last) {
+    if (next < chunk.end) {
       const uint32_t keys = ring + stage * kStageBytes;
-      const char* const k_head = in.k + at_head;
-      const char* const v_head = in.v + at_head;
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
         const int row = i * (32 / kPieces) + lane / kPieces, piece = lane % kPieces;
@@ -553,8 +488,7 @@ __global__ void attention(const __grid_constant__ Inputs in) {
   bool waited = false;
 #pragma unroll
   for (int stage = 0; stage < STAGES - 1; ++stage) {
-    const bool claims_next = more && next + 1 == last;
-    if (!waited && ((!FUSED && next + 1 == ahead_end) || claims_next)) {
+    if (!FUSED && !waited && next + 1 == ahead_end) {
       wait_for_previous();
       waited = true;
     }
@@ -632,7 +566,7 @@ __global__ void attention(const __grid_constant__ Inputs in) {
   const int key_row = lane % 16, key_piece = lane / 16;
   const int value_row = lane % 8 + lane / 16 * 8, value_piece = lane / 8 % 2;
   int stage = 0;
-  for (int tile = chunk.start;; ++tile) {
+  for (int tile = chunk.start; tile < chunk.end; ++tile) {
     const int end = request.end();
     const bool starts = request.first >= chunk.start;
     const int others = (request.chunks & 0xffff) - (request.chunks >> 16);  // parts of others
@@ -643,10 +577,10 @@ __global__ void attention(const __grid_constant__ Inputs in) {
     wait_groups<STAGES - 2>();
     __syncwarp();
     const int free = stage == 0 ? STAGES - 1 : stage - 1;  // where the tile before this one was
-    if (tile + 1 == chunk.end && next == last && starts && others == 1 &&
+    if (tile + 1 == chunk.end && starts && others == 1 &&
         __shfl_sync(kAll, lane == 0 ? load_acquire(arrived) : 0, 0) == 1) {
       __syncwarp();
-      const int64_t at = place(in, chunk.number + 1, false, head);
+      const int64_t at = place(in, number + 1, false, head);
       Part::load_stats(of_other, in.stats + at, lane);
 #pragma unroll
       for (int i = 0; i < (GROUP * HEAD_DIM / 4 + 31) / 32; ++i) {
@@ -725,7 +659,7 @@ __global__ void attention(const __grid_constant__ Inputs in) {
     sum[0] = column_sum(sum[0]);
     sum[1] = column_sum(sum[1]);
     const auto ends_last = [&]() {  // with this part stored; then all others can be read
-      mine.store(in, place(in, chunk.number, starts, head), lane);
+      mine.store(in, place(in, number, starts, head), lane);
       __syncwarp();
       fence();
       int before = 0;
@@ -746,7 +680,7 @@ __global__ void attention(const __grid_constant__ Inputs in) {
         wait_groups<0>();
         __syncwarp();
       } else if (others == 1 && ends_last()) {
-        const int64_t at = place(in, chunk.number + (starts ? 1 : -1), !starts, head);
+        const int64_t at = place(in, starts ? number + 1 : number - 1, !starts, head);
         Part::load_stats(of_other, in.stats + at, lane);
         other = in.partial + at * HEAD_DIM;
       }
@@ -760,35 +694,25 @@ __global__ void attention(const __grid_constant__ Inputs in) {
     }
     if (tile + 1 < chunk.end) {
       request = load(in.requests + ++index);
-    } else {
-      if (taken == claimed) break;
-      const Claimed& from = queue[taken++ % kQueue];
-      chunk = from.chunk;
-      head = from.head;
-      index = chunk.index;
-      request = chunk.request;
-      tile = chunk.start - 1;
+      if (FUSED) load_angles();
+      begin_request();
     }
-    if (FUSED) load_angles();
-    begin_request();
   }
   wait_groups<0>();
 }
 
 }  // namespace
 
-// (chunks [4 max_workers, 8], requests [batch + 1 or more, 4], lens [batch], rows [batch], balance,
-//  claims [3], tiles of a worker for each one of a unit)
+// (chunks [max_chunks, 8], requests [batch + 1 or more, 4], lens [batch], rows [batch], balance)
 EXPORT(plan_decode_attention) {
   const int batch = static_cast<int>(args.size(2, 0));
   return launch(plan, batch > 0, kPlanThreads, (batch + 1) * sizeof(int), args.stream(),
                 args.data<const int>(2), args.data<const int>(3), args.data<Chunk>(0),
-                args.data<Request>(1), args.data<Claims>(5), batch,
-                args.size(0, 0) / (1 + kShareEnds), args.integer(4), args.integer(6));
+                args.data<Request>(1), batch, args.size(0, 0), args.integer(4));
 }
 
 // (q, out [batch, heads, dim], k_slots, v_slots [slots, kv_heads, dim], page_table [rows, columns],
-//  chunks, requests, partial, stats, arrived, scale, claims); FUSED: (qkv [batch, (heads + 2 kv_heads) dim],
+//  chunks, requests, partial, stats, arrived, scale); FUSED: (qkv [batch, (heads + 2 kv_heads) dim],
 //  and then q_weight [dim] or None, k_weight, eps, cos_sin [positions, dim])
 EXPORT(decode_attention) {
   constexpr int kShared = WARPS * STAGES * kStageBytes;
@@ -814,16 +738,15 @@ EXPORT(decode_attention) {
   in.slot_bytes = args.stride(2, 0) * 2;
   in.columns = args.stride(4, 0);
   in.kv_heads = static_cast<int>(args.size(2, 1));
-  in.max_workers = static_cast<int>(args.size(5, 0)) / (1 + kShareEnds);
-  in.claims = args.data<Claims>(11);
+  in.max_chunks = static_cast<int>(args.size(5, 0));
   in.scale = args.number(10) * 1.4426950408889634f;
   in.q_step = args.stride(0, 0);
-  const int64_t blocks = (int64_t{in.max_workers} * in.kv_heads + WARPS - 1) / WARPS;
+  const int64_t blocks = (int64_t{in.max_chunks} * in.kv_heads + WARPS - 1) / WARPS;
   if (FUSED) {
-    in.q_weight = args.data<const Elem>(12);
-    in.k_weight = args.data<const Elem>(13);
-    in.eps = args.number(14);
-    in.cos_sin = args.data<const float>(15);
+    in.q_weight = args.data<const Elem>(11);
+    in.k_weight = args.data<const Elem>(12);
+    in.eps = args.number(13);
+    in.cos_sin = args.data<const float>(14);
   }
   return launch(attention, blocks, 32 * WARPS, kShared, args.stream(), in);
 }
