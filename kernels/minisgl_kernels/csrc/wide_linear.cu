@@ -264,7 +264,10 @@ __global__ void __launch_bounds__(kThreads)
     for (int b = 0; b < kBatch; ++b) {
       const int turn = begin + b;
       if (turn >= kTurns) break;
-      const int token = valid(turn) ? rank + (slot + turn * kPass) * SPLIT : 0;
+      // Only what is used is loaded from other blocks: this block does not wait for a load whose
+      // result nobody takes, and then the other one may have ended when it gets there, a fault.
+      const bool here = valid(turn);
+      const int token = here ? rank + (slot + turn * kPass) * SPLIT : 0;
 #pragma unroll
       for (int t = 0; t < kTotals; ++t) {
 #pragma unroll
@@ -273,7 +276,8 @@ __global__ void __launch_bounds__(kThreads)
           if constexpr (SPLIT == 1) {
             terms[b][t][i] = *reinterpret_cast<const float4*>(sums + at);
           } else {
-            terms[b][t][i] = load_in_cluster(places[i / WAYS] + at * 4);
+            terms[b][t][i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (here) terms[b][t][i] = load_in_cluster(places[i / WAYS] + at * 4);
           }
         }
       }
