@@ -101,7 +101,12 @@ def _unheard(
         return False
     if node is None:  # gone; unless it has just joined, and its pods are known before it
         return all(_age(observed, pod) >= LEASE_ALONE_SECONDS for pod in held)
-    return node.lease_age is not None and node.lease_age >= LEASE_ALONE_SECONDS
+    # This operator and this Redis may both be new, their predecessors on the lost node: then
+    # Kubernetes has said NotReady after a silence of its own, and workers that live had time to
+    # speak to the new Redis.
+    known = not node.ready and bus.state == "ok" and bus.readable >= SILENT_SECONDS
+    limit = LEASE_SECONDS if known else LEASE_ALONE_SECONDS
+    return node.lease_age is not None and node.lease_age >= limit
 
 
 def _age(observed: Observed, pod: Pod) -> float:

@@ -64,6 +64,18 @@ CASES = {
     "nobody there has ever been heard, the Lease is 40 s old": (
         Node("n1", True, 41.0), Bus("ok"), True,
     ),
+    "NotReady, and nobody there has spoken to a Redis that is read for 10 s": (
+        Node("n1", False, 20.0), Bus("ok", readable=10.0), True,
+    ),
+    "the same, and that Redis is read for 9 s": (
+        Node("n1", False, 39.0), Bus("ok", readable=9.9), False,
+    ),
+    "NotReady, nobody there has spoken, the Lease stands still for 19 s": (
+        Node("n1", False, 19.9), Bus("ok", readable=500.0), False,
+    ),
+    "Ready, nobody there has spoken, the Lease is 39 s old": (
+        Node("n1", True, 39.0), Bus("ok", readable=500.0), False,
+    ),
     "Redis takes no writes, so nobody is heard: the Lease alone": (
         Node("n1", True, 41.0), Bus("full", workers=(worker("p0", 0.0),)), True,
     ),
