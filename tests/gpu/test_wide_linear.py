@@ -159,6 +159,38 @@ def test_every_cut_that_a_trial_takes_for_a_small_model_is_right() -> None:
             check(tokens, rows, k, option, cut)
 
 
+@pytest.mark.parametrize("tokens", [40, 96, 200])
+def test_no_block_ends_while_another_one_reads_its_sums(tokens: int) -> None:
+    """Splits of small products right after each other, most of whose warps have no token at the
+    end: loads that nobody waits for would find a block that is gone, which is a launch failure."""
+    layers = [
+        (made(576, 576, scale=0.04), made(3072, 576, scale=0.04), made(576, 1536, scale=0.02))
+        for _ in range(12)
+    ]
+    cut, norm, heads = Blocks(1, 4, 3, shared=115_200), made(576), made(tokens, 576)
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def run() -> torch.Tensor:
+        h = heads.clone()
+        for o, gate_up, down in layers:
+            ready = wide_add(h, heads, o, norm, blocks=cut)
+            x = wide_linear(ready, gate_up, eps=1e-5, silu=True, blocks=Blocks(1, 4, 2))
+            wide_add(h, x, down, norm, blocks=cut)
+        return h
+
+    with torch.cuda.stream(stream):
+        stream.wait_stream(torch.cuda.default_stream())
+        first = run()
+        graph = torch.cuda.CUDAGraph()
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            captured = run()
+        for _ in range(500):
+            graph.replay()
+        stream.synchronize()
+    assert torch.equal(captured, first)
+
+
 TURNING = [(64, Blocks(1)), (64, Blocks(1, 2, 3)), (128, Blocks(2)), (128, Blocks(2, 2, 2)),
            (128, Blocks(2, 1, 3, shared=115_200))]  # fmt: skip
 
