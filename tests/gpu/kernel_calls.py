@@ -116,8 +116,9 @@ def call_block_table() -> None:
 
 
 def call_decode_attention() -> None:
-    """Whole requests and parts of requests, twice each, and with what comes before."""
-    for heads, kv_heads, dim, lens in ((4, 2, 128, [1, 17, 500]), (3, 1, 64, [3000, 40])):
+    """Whole requests, halves and more parts of requests, twice each, and with what comes before."""
+    cases = ((4, 2, 128, [1, 17, 500]), (3, 1, 64, [3000, 40]), (4, 2, 128, [200] * 6))
+    for heads, kv_heads, dim, lens in cases:
         width, batch = max(lens), len(lens)
         slots = _randn(2, batch * width, kv_heads, dim)
         table = torch.randperm(batch * width, device=DEVICE).view(batch, width).int()
