@@ -30,6 +30,17 @@ class Seen:
     """Whether the newest look at the bus had it."""
 
 
+@dataclass(slots=True)
+class Formed:
+    """The present life of a group; incarnation 0: its rank 0 is new, and has not formed yet."""
+
+    incarnation: int
+    boot: int
+    """Of rank 0."""
+    since: float
+    """When it was first seen."""
+
+
 class Fleet:
     """The workers as this process sees them. `silence` is the heartbeat time-out, in seconds."""
 
@@ -38,7 +49,7 @@ class Fleet:
         self.max_model_len: int | None = None
         """Of the group seen last; kept while no group is there."""
         self._seen: dict[tuple[str, str], Seen] = {}
-        self._formed: dict[str, tuple[int, int]] = {}  # group: (incarnation, boot of rank 0)
+        self._formed: dict[str, Formed] = {}
         self._looked: float | None = None
         self._turn = 0
         self.unwell: float | None = None
@@ -65,7 +76,7 @@ class Fleet:
             else:
                 known.state, known.shown = state, True
             if state.role == "rank" and state.id.endswith("/0"):
-                self._observe_rank0(state)
+                self._observe_rank0(state, now)
         if paused or any(
             now - seen.moved >= LATE_SECONDS and seen.state.role != "gateway"
             for seen in self._seen.values()
@@ -77,20 +88,30 @@ class Fleet:
                 del self._seen[key]
         return paused
 
-    def _observe_rank0(self, state: WorkerState) -> None:
+    def _observe_rank0(self, state: WorkerState, now: float) -> None:
+        group, incarnation = state.id.removesuffix("/0"), 0
         if state.load is not None:
-            self._formed[state.load.group] = (state.load.incarnation, state.boot)
+            group, incarnation = state.load.group, state.load.incarnation
             self.max_model_len = state.load.max_model_len
-            return
-        group = state.id.removesuffix("/0")
         known = self._formed.get(group)
-        if known is not None and known[1] != state.boot:
-            self._formed[group] = (0, state.boot)  # a new process that has not formed yet
+        if known is None and not incarnation:
+            return
+        same_boot = known is not None and known.boot == state.boot
+        if known is None or not same_boot or incarnation not in (0, known.incarnation):
+            self._formed[group] = Formed(incarnation, state.boot, now)
 
     def group_left(self, group: str, incarnation: int) -> bool:
         """Whether this incarnation is known to be over: another one took its place."""
         known = self._formed.get(group)
-        return known is not None and known[0] != incarnation
+        return known is not None and known.incarnation != incarnation
+
+    def all_left(self, since: float, now: float) -> bool:
+        """Whether no group is left of those that were there at `since`: each was replaced, or is
+        silent for the time-out. What was given to one of them since then nobody computes."""
+        return bool(self._formed) and not any(
+            formed.since <= since and not self.worker_left("rank", f"{group}/0", formed.boot, now)
+            for group, formed in self._formed.items()
+        )
 
     def worker_left(self, role: str, id: str, boot: int, now: float) -> bool:
         """Whether this process is known to be gone: replaced, or silent for the time-out.

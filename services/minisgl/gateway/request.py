@@ -53,6 +53,8 @@ class Request:
     attempt: int = 0
     source: Source | None = None
     """The computation that the first reply of this attempt bound."""
+    holder: tuple[str, int] | None = None
+    """Group and incarnation last heard to hold this attempt, by a reply or before by an audit."""
     detokenizer: tuple[str, int] = ("", 0)
     """Id and boot."""
     prompt_ids: bytes | None = None

@@ -103,6 +103,8 @@ class Requests:
             return
         request.heard = now
         request.source = msg.source
+        if msg.source is not None:
+            request.holder = (msg.source.group, msg.source.incarnation)
         if msg.error is not None:
             self._fail(request, msg.error)
         elif msg.again == "lost" or msg.finish == "abort":
@@ -163,6 +165,7 @@ class Requests:
                 continue
             held.add(uid)
             request.heard = now
+            request.holder = (msg.group, msg.incarnation)
             request.audits_without = 0
             if request.source is not None:
                 request.audited = max(request.audited, msg.number)
@@ -206,10 +209,12 @@ class Requests:
                 self._resume(request, now)
             elif self.fleet.worker_left("detokenizer", *request.detokenizer, now):
                 self._retry(request, now, "its detokenizer has left")
-            elif request.source is not None and self.fleet.group_left(
-                request.source.group, request.source.incarnation
-            ):
-                self._retry(request, now, f"group {request.source.group} has left")
+            elif request.holder is not None and self.fleet.group_left(*request.holder):
+                why = f"group {request.holder[0]} has left"
+                self._retry(request, now, why, forgiven=self._on_its_way(request))
+            elif request.holder is None and self.fleet.all_left(request.heard, now):
+                why = "every group that could have it has left"
+                self._retry(request, now, why, forgiven=self._on_its_way(request))
             elif now - request.heard >= self.limits.silence * (1 if request.source else 2):
                 why = "nothing was heard of it for too long"
                 self._retry(request, now, why, SILENCE_PAUSE_SECONDS, self._on_its_way(request))
@@ -245,7 +250,7 @@ class Requests:
         request.resume_at = None
         request.attempt += 1
         self.replays += request.attempt > 1
-        request.source = None
+        request.source = request.holder = None
         request.audits_without = request.audited = 0
         request.heard = now
         request.detokenizer = (detokenizer.id, detokenizer.boot)

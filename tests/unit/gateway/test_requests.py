@@ -4,6 +4,7 @@ import copy
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -438,6 +439,60 @@ def test_a_rank_process_that_has_not_formed_yet_ends_an_attempt_of_the_one_befor
     owner.states[0].boot, owner.states[0].load = 55, None
     owner.wait(0.5)
     assert owner.request.source is not None and owner.request.resume_at is not None
+
+
+def restart(owner: Owner, incarnation: int) -> None:
+    """The only group is killed, and forms anew five seconds later."""
+    load, owner.states[0].load = owner.states[0].load, None
+    assert load is not None
+    owner.states[0].boot += 1
+    owner.wait(5)
+    owner.states[0].load = msgspec.structs.replace(load, incarnation=incarnation)
+    owner.wait(0.5)
+
+
+def test_a_request_without_a_word_is_sent_again_once_the_only_group_serves_anew(
+    owner: Owner,
+) -> None:
+    owner.wait(1)
+    restart(owner, 8)
+    assert owner.request.attempt == 2 and owner.request.forgiven == 1
+    owner.wait(2 * T - 1)  # and once only: this one is on its way to the new one
+    assert owner.request.attempt == 2
+
+
+def test_a_request_without_a_word_stays_with_a_group_that_could_have_it(owner: Owner) -> None:
+    assert owner.states[0].load is not None
+    other = msgspec.structs.replace(owner.states[0].load, group="g1", incarnation=9)
+    owner.states.append(WorkerState(role="rank", id="g1/0", boot=31, beat=0, load=other))
+    owner.wait(1)
+    request = owner.start(b"v" * 16)
+    restart(owner, 8)
+    assert request.attempt == 1
+    owner.states.pop()
+    owner.wait(T)  # now that one is silent as well
+    assert request.attempt == 2
+
+
+def test_a_request_that_waits_in_a_group_moves_on_when_that_one_is_replaced(owner: Owner) -> None:
+    assert owner.states[0].load is not None
+    other = msgspec.structs.replace(owner.states[0].load, group="g1", incarnation=9)
+    owner.states.append(WorkerState(role="rank", id="g1/0", boot=31, beat=0, load=other))
+    owner.wait(1)
+    owner.audit((owner.request.uid, 1, 1, 0))
+    owner.states[0].boot, owner.states[0].load = 55, None
+    owner.wait(0.5)
+    assert (owner.request.attempt, owner.request.forgiven) == (2, 1)
+    owner.audit((owner.request.uid, 2, 1, 0), group="g1", incarnation=9)
+    owner.wait(5)
+    assert owner.request.attempt == 2
+
+
+def test_a_request_without_a_word_that_follows_a_restart_is_not_sent_twice(owner: Owner) -> None:
+    restart(owner, 8)
+    request = owner.start(b"v" * 16)
+    owner.wait(2 * T - 1)
+    assert request.attempt == 1
 
 
 def test_an_empty_bus_proves_nothing(owner: Owner) -> None:
