@@ -431,7 +431,6 @@ class Task:
         except ApiError as error:
             if error.status in _NO_ANSWER:
                 raise
-            self._metrics.failures.inc()
             refusal = Refusal("Forbidden", error.message, since=observed.wall, deletion=True)
             self._refused.note(key, uid, refusal, observed.now)
             self._log.warning("%s %s cannot be deleted: %s", key.kind, key.name, error.message)

@@ -50,7 +50,9 @@ class Server(Api):
 
 
 @asynccontextmanager
-async def acting(server: Server, *strays: str, spec: dict[str, Any] = SPEC) -> AsyncIterator[Task]:
+async def acting(
+    server: Server, *strays: str, spec: dict[str, Any] = SPEC, metrics: Metrics | None = None
+) -> AsyncIterator[Task]:
     """A task that looks when it is told to, with children that nothing wants."""
     cache = Cache(server, [None], lambda kind, found: None)
     cache.put({"kind": api.KIND, "metadata": METADATA, "spec": spec})
@@ -58,7 +60,8 @@ async def acting(server: Server, *strays: str, spec: dict[str, Any] = SPEC) -> A
         labels = names.common(observe(SPEC).obj)
         stray = {"name": name, "namespace": "models", "uid": name, "labels": labels}
         cache.put({"kind": "Service", "metadata": stray})
-    task = Task("models", "qwen", server, cache, None, SETTINGS, Metrics())
+    metrics = metrics or Metrics()
+    task = Task("models", "qwen", server, cache, None, SETTINGS, metrics)
     try:
         yield task
     finally:
@@ -79,11 +82,13 @@ async def test_a_child_that_may_not_be_deleted_holds_up_no_other_and_no_status()
 
 
 async def test_a_deletion_that_is_refused_is_not_tried_again_at_the_next_look() -> None:
-    server = Server()
-    async with acting(server, "one") as task:
+    server, metrics = Server(), Metrics()
+    async with acting(server, "one", metrics=metrics) as task:
         assert await task.look() <= 1.0
         await task.look()
     assert server.denied == ["one"]
+    # The look went on, and Degraded tells: an alert of failed looks would last as long as this.
+    assert b"reconcile_failures_total 0.0" in metrics.text()
 
 
 def test_what_is_refused_is_tried_again_less_and_less_often() -> None:
