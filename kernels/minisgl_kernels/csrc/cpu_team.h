@@ -1,13 +1,13 @@
 // Threads that compute a step together: they start at once, meet at barriers, and sleep between.
 //
 // The caller is thread 0. A wait spins for some tens of microseconds, as long as the others take to
-// come to a barrier; then it offers its core to whoever wants it, so that processes that share a
-// machine get on; then it sleeps. Threads are pinned to no core: two processes would choose the
-// same ones, and a process that the caller starts would inherit one core only.
+// come to a barrier, and then sleeps, so that processes that share a machine get on. It never offers
+// its core by sched_yield: beside a busy process Linux takes that for a whole time slice or more, at
+// each of some hundred barriers of a step. Threads are pinned to no core: two processes would choose
+// the same ones, and a process that the caller starts would inherit one core only.
 #pragma once
 
 #include <pthread.h>
-#include <sched.h>
 #include <signal.h>
 #include <unistd.h>
 
@@ -40,15 +40,11 @@ class Gate {
     pthread_mutex_unlock(&mutex_);
   }
 
-  // Until the value is not `old`. `yields` offers of the core come before sleep.
-  void wait(std::uint32_t old, int yields) {
+  // Until the value is not `old`.
+  void wait(std::uint32_t old) {
     for (int i = 0; i < kSpins; ++i) {
       if (value() != old) return;
       pause_core();
-    }
-    for (int i = 0; i < yields; ++i) {
-      if (value() != old) return;
-      sched_yield();
     }
     sleepers_.fetch_add(1);
     pthread_mutex_lock(&mutex_);
@@ -108,14 +104,11 @@ class Team {
       s.arrived.store(0, std::memory_order_relaxed);
       s.turn.advance();
     } else {
-      s.turn.wait(turn, kYieldsAtBarrier);
+      s.turn.wait(turn);
     }
   }
 
  private:
-  static constexpr int kYieldsAtBarrier = 100;
-  static constexpr int kYieldsBetween = 1000;  // half a millisecond: the host's work of a step
-
   struct State {
     Gate start, turn;
     alignas(64) std::atomic<int> arrived{0};
@@ -157,7 +150,7 @@ class Team {
     delete static_cast<Birth*>(argument);
     State& s = *birth.state;
     for (std::uint32_t seen = 0;; ++seen) {
-      s.start.wait(seen, kYieldsBetween);
+      s.start.wait(seen);
       if (s.ends.load()) return nullptr;
       s.call(s.argument, birth.thread, birth.team->threads_);
       birth.team->barrier();
