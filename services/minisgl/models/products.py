@@ -36,7 +36,7 @@ from minisgl_kernels.wide_linear import (
 
 GROUPS = (1, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256)
 """Products are timed with so many tokens; what was found holds down to the number before."""
-REPLAYS = 3
+REPLAYS = 8
 CLEARLY = 0.99
 """A way must take so much of the best one's time at most to be taken in its place."""
 HOPELESS = 1.25
