@@ -1,12 +1,27 @@
-// Steps of small decoders whose arrays are just as large as they must be, for the sanitizers.
-#include "cpu_decoder.cpp"
-
+// Steps of small decoders whose arrays are just as large as they must be, for the sanitizers. Each
+// step is tried with every one of its allocations failing before it may succeed.
 #include <stdio.h>
+#include <stdlib.h>
 
 #include <array>
+#include <atomic>
 #include <cmath>
+#include <memory>
 #include <numeric>
 #include <random>
+
+namespace {
+
+std::atomic<int64_t> allocations_left{INT64_MAX};
+
+void* limited_alloc(size_t alignment, size_t bytes) {
+  return allocations_left.fetch_sub(1) > 0 ? aligned_alloc(alignment, bytes) : nullptr;
+}
+
+}  // namespace
+
+#define aligned_alloc limited_alloc
+#include "cpu_decoder.cpp"
 
 namespace {
 
@@ -94,7 +109,13 @@ double run(Isa isa, int threads, Stored stored, int64_t dim, int64_t kv_heads, i
                       table.data(), slots},
                      ids.data(), positions.data(), places.data(), keys.data() + 1,
                      values.data() + 1, layer, logits.data(), vocabulary, nullptr};
-    if (cpu_decoder_step(decoder, &given) != 0) return NAN;
+    int result = kNoMemory;
+    for (int64_t enough = 0; result == kNoMemory && enough < 100; ++enough) {
+      allocations_left = enough;
+      result = cpu_decoder_step(decoder, &given);
+    }
+    allocations_left = INT64_MAX;
+    if (result != kDone) return NAN;
     total = std::accumulate(logits.begin(), logits.end(), total);
   }
   cpu_decoder_destroy(decoder);

@@ -85,7 +85,10 @@ class Decoder {
     heads_ = get(heads_memory_, step.tokens * heads_stride());
     wide_ = get(wide_memory_, step.tokens * wide_stride());
     if (!attention_.plan(step.requests)) return false;
-    team_.run([&](int thread, int threads) {
+    // Whoever found too little memory later would leave the others at a barrier for ever.
+    const int64_t bytes = std::max(attention_.scratch_bytes(), products_scratch(step));
+    for (Lane& lane : lanes_) lane.scratch.get(bytes);
+    team_.run([&](int thread, int threads) noexcept {
       Lane& lane = lanes_[thread];
       lane.thread = thread;
       lane.threads = threads;
@@ -110,6 +113,18 @@ class Decoder {
   int64_t wide_stride() const { return rounded_up(model_.width); }
   int64_t qkv_stride() const {
     return rounded_up((model_.heads + 2 * model_.kv_heads) * model_.head_dim);
+  }
+
+  // Bytes that a thread needs for the largest of the products.
+  int64_t products_scratch(const Step& step) const {
+    const Isa isa = static_cast<Isa>(model_.isa);
+    int64_t most = cut_of(model_.head, step.requests.count, isa).bytes();
+    for (const LayerWeights& layer : layers_) {
+      for (const Packed* w : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down}) {
+        most = std::max(most, cut_of(*w, step.tokens, isa).bytes());
+      }
+    }
+    return most;
   }
 
   static bf16* get(Scratch& memory, int64_t count) {
@@ -237,7 +252,10 @@ class Attention {
     for (Lane& lane : lanes_) lane.isa = isa;
   }
 
-  bool plan(const Requests& requests) { return attention_.plan(requests); }
+  bool plan(const Requests& requests) {
+    for (Lane& lane : lanes_) lane.scratch.get(attention_.scratch_bytes());  // as in a step
+    return attention_.plan(requests);
+  }
 
   void compute(const bf16* q, int64_t q_stride, const bf16* keys, const bf16* values, bf16* out,
                int64_t out_stride) {

@@ -103,6 +103,25 @@ inline const char* beginning(const Packed& w, const Lane& lane) {
   return static_cast<const char*>(w.data) + blocks.begin * block_bytes(w);
 }
 
+// How a product of m rows is cut, and the memory that a thread needs for it.
+struct Cut {
+  Shape shape;
+  int64_t chunk;                // rows that are computed, and if int8 quantised, at once
+  int64_t tile_bytes, x_bytes;  // for a tile of sums, and for quantised rows behind it
+  int64_t bytes() const { return tile_bytes + x_bytes; }
+};
+
+inline Cut cut_of(const Packed& w, int64_t m, Isa isa) {
+  if (m == 0) return {};
+  const Shape shape = kernels_of(isa, m, w.stored).shape(m, w.stored);
+  const int64_t tile_rows = (shape.rows + 15) / 16 * 16;  // AMX stores 16
+  const int64_t tile_bytes = tile_rows * shape.blocks * kBlock * sizeof(float);
+  if (w.stored != Stored::int8) return {shape, m, tile_bytes, 0};
+  const int64_t chunk = std::min(m, (kInt8Rows + shape.rows - 1) / shape.rows * shape.rows);
+  const int64_t k = padded_inputs(w.inputs, Stored::int8);
+  return {shape, chunk, tile_bytes, chunk * (k + k / kGroup * int64_t{sizeof(Group)})};
+}
+
 // Products of x [m, w.inputs], whose rows are `ldx` apart. The epilogue says what becomes of them.
 // `then` is the weight of the product after this one, whose beginning is fetched at the end.
 inline void matmul(const Packed& w, const bf16* x, int64_t ldx, int64_t m, const Epilogue& to,
@@ -110,19 +129,15 @@ inline void matmul(const Packed& w, const bf16* x, int64_t ldx, int64_t m, const
   const Range blocks = share(blocks_of(w), w.gated ? 2 : 1, lane);
   if (m == 0 || blocks.begin == blocks.end) return;
   const Kernels& kernels = kernels_of(lane.isa, m, w.stored);
-  const Shape shape = kernels.shape(m, w.stored);
-  const int64_t bytes = block_bytes(w);
+  const Cut cut = cut_of(w, m, lane.isa);
+  const Shape& shape = cut.shape;
+  const int64_t bytes = block_bytes(w), chunk = cut.chunk;
   const bool int8 = w.stored == Stored::int8;
-  const int64_t most = (kInt8Rows + shape.rows - 1) / shape.rows * shape.rows;
-  const int64_t chunk = int8 ? std::min(m, most) : m;
-  const int64_t tile_rows = (shape.rows + 15) / 16 * 16;  // AMX stores 16
-  const int64_t tile_bytes = tile_rows * shape.blocks * kBlock * sizeof(float);
   Quantised x8{nullptr, nullptr, padded_inputs(w.inputs, Stored::int8), chunk};
-  const int64_t x_bytes = int8 ? chunk * (x8.k + x8.groups() * sizeof(Group)) : 0;
-  char* const memory = lane.scratch.get(tile_bytes + x_bytes);
+  char* const memory = lane.scratch.get(cut.bytes());
   auto* const tile = reinterpret_cast<float*>(memory);
   if (int8) {
-    x8.q = reinterpret_cast<int8_t*>(memory + tile_bytes);
+    x8.q = reinterpret_cast<int8_t*>(memory + cut.tile_bytes);
     x8.group = reinterpret_cast<Group*>(x8.q + chunk * x8.k);
   }
   if (kernels.begin != nullptr) kernels.begin();

@@ -82,6 +82,11 @@ class PagedAttention {
     return true;
   }
 
+  // Bytes that a thread needs for its part of any step.
+  int64_t scratch_bytes() const {
+    return std::max(part_scratch(heads_.group()), block_scratch(block_queries()));
+  }
+
   // Before each layer, on one thread, with barriers around it.
   void restart() { next_.store(0, std::memory_order_relaxed); }
 
@@ -148,6 +153,10 @@ class PagedAttention {
 
   int64_t part_floats() const { return heads_.group() * (heads_.dim + 2); }
   int block_queries() const { return std::max(1, kBlockRows / heads_.group()); }
+  int64_t block_scratch(int queries) const {
+    const int rows = queries * heads_.group();
+    return PrefillScratch(nullptr, rows, static_cast<int>(heads_.dim)).bytes;
+  }
 
   const int32_t* slots(const Item& item) const {
     return requests_.page_table + requests_.rows[item.request] * requests_.columns;
@@ -171,10 +180,9 @@ class PagedAttention {
   void block(const Item& item, const bf16* q, int64_t q_stride, const bf16* keys,
              const bf16* values, bf16* out, int64_t out_stride, Lane& lane) {
     const int group = heads_.group(), dim = static_cast<int>(heads_.dim);
-    const int64_t bytes = PrefillScratch(nullptr, item.count * group, dim).bytes;
     kernels_.attend_block(q, q_stride, group, keys, values, heads_.kv_heads * heads_.dim,
-                          slots(item), item.first, item.count, dim, scale_, lane.scratch.get(bytes),
-                          out, out_stride);
+                          slots(item), item.first, item.count, dim, scale_,
+                          lane.scratch.get(block_scratch(item.count)), out, out_stride);
   }
 
   const Heads heads_;
