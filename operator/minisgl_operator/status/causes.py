@@ -2,7 +2,7 @@
 a sentence that names the child and carries the words of who knows (scheduler, kubelet, server)."""
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from minisgl_operator import names
@@ -222,13 +222,11 @@ def _mounts(pod: Pod, claim: str) -> bool:
 
 
 def _pods(survey: Survey) -> Iterator[Trouble]:
-    defaults: set[str] = set()
-    if survey.observed.obj.spec.image is None:
-        defaults = {
-            (live["metadata"].get("annotations") or {}).get(names.IMAGE, "")
-            for key, live in survey.observed.live.items()
-            if key.kind == "ControllerRevision"
-        }
+    default = ""
+    if survey.observed.obj.spec.image is None:  # older revisions may have had one of their own
+        name = names.controller_revision(survey.observed.obj, survey.desired.revision)
+        newest = survey.observed.live.get(Key("ControllerRevision", name), {"metadata": {}})
+        default = (newest["metadata"].get("annotations") or {}).get(names.IMAGE, "")
     for pod in survey.pods:
         if pod.deleting is not None:
             continue
@@ -238,15 +236,15 @@ def _pods(survey: Survey) -> Iterator[Trouble]:
             elif pod.condition("PodScheduled"):
                 yield Trouble("InsufficientCapacity", said)
             continue
-        yield from _containers(pod, defaults)
+        yield from _containers(pod, default)
         event = survey.observed.warnings.get(Key("Pod", pod.name))
         mounts = event is not None and event.reason in _MOUNT and pod.phase == "Pending"
         if event and mounts and not _MOMENTARY.search(event.message):
             yield Trouble("VolumeUnavailable", f"pod {pod.name}: {event.message}")
 
 
-def _containers(pod: Pod, defaults: Collection[str]) -> Iterator[Trouble]:
-    """`defaults`: images that revisions have because the object names none."""
+def _containers(pod: Pod, default: str) -> Iterator[Trouble]:
+    """`default`: the image that the newest revision has because the object names none."""
     for status in [*pod.containers(init=True), *pod.containers()]:
         waiting = (status.get("state") or {}).get("waiting") or {}
         reason, said = waiting.get("reason", ""), waiting.get("message") or ""
@@ -254,7 +252,7 @@ def _containers(pod: Pod, defaults: Collection[str]) -> Iterator[Trouble]:
         text = f"{where}: {said}" if said else where
         if reason in _PULL:
             image = status.get("image", "")
-            if image and image in defaults:
+            if image and image == default:
                 image += " (the default when this revision was made; restartedAt takes today's)"
             yield Trouble("ImagePullFailed", f"image {image}: {text}" if image else text)
         elif reason in _CONFIG:

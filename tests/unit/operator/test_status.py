@@ -396,6 +396,18 @@ def test_a_default_image_that_cannot_be_pulled_says_how_another_is_taken(named: 
     assert ("restartedAt" in message(told(made), "Degraded")) is not named
 
 
+def test_an_image_that_the_object_named_before_is_no_default() -> None:
+    """A rollout to a bad image is taken back: its last pods still wait for it."""
+    made = world()
+    made.change(image="bad:1")
+    made.operate()
+    made.change(image=None)
+    held = waiting("ErrImagePull", "no such image") | {"image": "bad:1"}
+    made.rank_pods()[0]["status"]["containerStatuses"] = [held]
+    text = message(told(made), "Degraded")
+    assert "image bad:1: pod" in text and "restartedAt" not in text
+
+
 def test_a_claim_that_one_node_only_may_mount_says_why() -> None:
     made = world(replicas=2)
     first, second = made.rank_pods()
