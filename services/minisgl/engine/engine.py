@@ -7,7 +7,6 @@ everything else is the same.
 import contextlib
 import gc
 import logging
-import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -26,7 +25,7 @@ from minisgl.attention.registry import (
 from minisgl.config import EngineConfig, StartError, UsageError
 from minisgl.distributed import Communicator
 from minisgl.distributed.device import gpu_id, select_device
-from minisgl.engine.host import free_memory, host_id, usable_cpus
+from minisgl.engine.host import free_memory, host_id, threads_of_a_rank
 from minisgl.engine.memory import MAX_SPREAD, pages_for_requests, plan_pages
 from minisgl.engine.runner import HostRunner, Parts, Runner
 from minisgl.engine.sampler import Sampler
@@ -84,9 +83,8 @@ class Engine(StepEngine):
         )
         places, free_before = [place for place, _ in seen], [free for _, free in seen]
         sharing = [places.count(place) for place in places]
-        # Whoever sets the variable knows of other processes, such as another group's ranks.
-        if not self._on_cuda and "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, usable_cpus() // sharing[comm.rank]))
+        if not self._on_cuda:
+            torch.set_num_threads(threads_of_a_rank(sharing[comm.rank]))
         self._runner: Runner | None = None
         self._torch_threads: int | None = None
         with self._on_stream():

@@ -25,6 +25,19 @@ def usable_cpus() -> int:
     return max(1, min(cores or 1, int(quota)) if quota else (cores or 1))
 
 
+def threads_of_a_rank(ranks: int) -> int:
+    """Threads that compute in one of so many ranks on this host.
+
+    OMP_NUM_THREADS goes first: whoever sets it knows of other processes, such as another group's
+    ranks. It is read anew and not asked of torch, where another engine of this process may have
+    left the number that it needs itself.
+    """
+    given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if given.isdecimal() and int(given) > 0:
+        return int(given)
+    return max(1, usable_cpus() // ranks)
+
+
 def free_memory() -> int:
     """Bytes that can be taken without swapping, and within the cgroup's limit."""
     free = _available()

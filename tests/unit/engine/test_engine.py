@@ -254,19 +254,21 @@ def test_no_rank_loads_before_all_have_seen_their_free_memory(
     assert events == ["measure", "exchange", "load"]
 
 
-@pytest.mark.parametrize("given", [None, "1"])
+@pytest.mark.parametrize(
+    ("given", "threads"), [(None, 2), ("1", 1), ("3", 3), ("3,1", 3), ("", 2), ("many", 2)]
+)
 def test_a_rank_takes_the_cores_of_its_host_unless_told_otherwise(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch, given: str | None
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, threads: int
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
-    monkeypatch.setattr("minisgl.engine.engine.usable_cpus", lambda: 2)
+    monkeypatch.setattr("minisgl.engine.host.usable_cpus", lambda: 2)
     before = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the library does for the variable
+    torch.set_num_threads(1)  # as another engine of this process leaves it
     try:
         Engine(EngineConfig(model=str(tiny), num_pages=100), tiny, SingleRank())
-        assert torch.get_num_threads() == (2 if given is None else 1)
+        assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
 
