@@ -59,12 +59,19 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=1919, help="port to serve on, if it is free")
     args = parser.parse_args()
 
+    arguments: list[str] = []
     try:
-        model = args.model or os.path.relpath(get_model())
+        model = args.model
+        if not model:
+            model = os.path.relpath(get_model())
+            # Its folder says float32, which has no kernels of its own and twice the bytes.
+            arguments = ["--dtype", "bfloat16"]
     except subprocess.CalledProcessError as error:
         print(f"demo: `{' '.join(error.cmd[2:5])} ...` failed: see above", file=sys.stderr)
         return 1
-    server = Server(model, port=args.port, start_seconds=START_SECONDS, echo=sys.stderr.buffer)
+    server = Server(
+        model, arguments, port=args.port, start_seconds=START_SECONDS, echo=sys.stderr.buffer
+    )
     print(f"Starting: minisgl {' '.join(server.command[3:])}", flush=True)
     try:
         with server:
