@@ -56,9 +56,9 @@ def run(args: argparse.Namespace) -> int:
     options = given_values(EngineConfig, args)
     quantization = options.get("quantization", "none")
     with ending_on_signals():
-        found = {
+        found = {  # what may be refused comes first
             kind: _measure(options | {"quantization": kind}, args)
-            for kind in dict.fromkeys(("none", quantization))
+            for kind in dict.fromkeys((quantization, "none"))
         }
     tokens, plain = found["none"]
     report: dict[str, Any] = {

@@ -53,6 +53,22 @@ def test_a_text_is_measured_and_reported(
     assert f"perplexity of {len(ids) - 3} tokens" in capsys.readouterr().out
 
 
+def test_what_int8_cannot_do_is_said_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, parts = tiny.build_tiny(tmp_path / "model"), []
+    measure = perplexity._measure
+
+    def measured(options: dict[str, object], args: argparse.Namespace) -> tuple[int, float]:
+        parts.append(options["quantization"])
+        return measure(options, args)
+
+    monkeypatch.setattr(perplexity, "_measure", measured)
+    with pytest.raises(UsageError, match="--quantization int8 needs"):
+        run("--model", str(folder), "--dtype", "float32", "--quantization", "int8")
+    assert parts == ["int8"]
+
+
 def test_a_text_comes_along() -> None:
     assert len(perplexity._text(None).split()) > 1000
 

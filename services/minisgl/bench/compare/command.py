@@ -114,9 +114,11 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     systems = [system for system in systems if system.name not in failed]
     rows = figures(task.grid, {system.name: rounds[system.name] for system in systems}, OURS)
     title = f"{Path(args.model).name} on {cpu.threads} threads of {cpu.name}"
+    count = len(rounds[OURS])
+    of_rounds = f"medians of {count} rounds" if count > 1 else "one round"
     print(
-        f"\n{title}\nmedians of {len(rounds[OURS])} rounds, {task.grid.output_tokens} output "
-        f"tokens\n\n{ratio_table(rows, OURS)}"
+        f"\n{title}\n{of_rounds}, {task.grid.output_tokens} output tokens\n\n"
+        f"{ratio_table(rows, OURS)}"
     )
     if phases:
         print(f"\nwhere the time of a step goes\n{phase_table(phases)}")
