@@ -173,9 +173,12 @@ class Cluster:
     def wait_until_ready(self, seconds: float = 120) -> None:
         """Until all nodes are Ready, and DNS and ingress run on each."""
         for node in self.nodes:
-            self.kubectl.wait_for(
-                f"node {node.name} is Ready", lambda node=node: self.is_ready(node.name), seconds
-            )
+            try:
+                self.kubectl.wait_for(
+                    f"node {node.name} is Ready", lambda node=node: self._is_up(node), seconds
+                )
+            except AssertionError as error:
+                raise AssertionError(f"{error}\n{node.tails()}") from None
         for namespace, name in (("kube-system", "coredns"), ("traefik", "traefik")):
             self.kubectl.wait_for(
                 f"{name} runs on each node",
@@ -183,6 +186,12 @@ class Cluster:
                 seconds,
                 "pods -A",
             )
+
+    def _is_up(self, node: Node) -> bool:
+        if self.is_ready(node.name):
+            return True
+        node.start_agents()  # a service manager starts a kubelet that has ended again, too
+        return False
 
     def is_ready(self, node: str) -> bool:
         """Whether Kubernetes takes a node for Ready."""

@@ -113,6 +113,8 @@ class Node:
 
     def start_agents(self) -> None:
         """Start containerd, kubelet and kube-proxy, those that do not run."""
+        if all(agent.runs() for agent in self._agents):
+            return
         for agent in self._agents:
             if not agent.runs():
                 agent.argv = self._inside(agent.argv[agent.argv.index("--") + 1 :])
