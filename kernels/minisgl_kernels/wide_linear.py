@@ -40,12 +40,12 @@ MODES = (_STORE, _ADD, _SILU, _ADD)
 """Of a layer's products: QKV, O, gate and up, down."""
 _TAIL = 256 * 4 + 2 * 16 * 8 + 1024
 """Bytes of shared memory beside tiles and sums: scales, barriers, and what alignment may take."""
-LARGE = 1 << 24
-"""Weights from which on a product lasts by its bytes, and not by its start and its end."""
 _TURN_TAIL = 256 * 4
 """And so many more for the slots of the tokens' keys and values."""
 _TURN_TOKENS = 128
 """Most tokens of a block whose angles its registers hold."""
+LARGE = 1 << 24
+"""Weights from which on a product lasts by its bytes, and not by its start and its end."""
 
 
 @dataclass(frozen=True, slots=True)

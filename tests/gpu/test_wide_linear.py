@@ -1,6 +1,7 @@
 """Some tokens times a weight matrix on Hopper, fused with what is beside it."""
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -143,6 +144,19 @@ def test_the_same_operands_give_the_same_bits() -> None:
             assert torch.equal(wide_linear(x, weight, blocks=cut), first), cut
 
 
+def captured(run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """A graph of `run`, which has run once before, and what its replays write."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        stream.wait_stream(torch.cuda.default_stream())
+        run()
+        graph = torch.cuda.CUDAGraph()
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            result = run()
+    return graph, result
+
+
 SMALL = {(960, 576): 0, (576, 576): 1, (3072, 576): 2, (576, 1536): 1}
 """Products of SmolLM2-135M, whose tiles and parts are uneven everywhere, and their modes."""
 
@@ -168,7 +182,6 @@ def test_no_block_ends_while_another_one_reads_its_sums(tokens: int) -> None:
         for _ in range(12)
     ]
     cut, norm, heads = Blocks(1, 4, 3, shared=115_200), made(576), made(tokens, 576)
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def run() -> torch.Tensor:
         h = heads.clone()
@@ -178,17 +191,12 @@ def test_no_block_ends_while_another_one_reads_its_sums(tokens: int) -> None:
             wide_add(h, x, down, norm, blocks=cut)
         return h
 
-    with torch.cuda.stream(stream):
-        stream.wait_stream(torch.cuda.default_stream())
-        first = run()
-        graph = torch.cuda.CUDAGraph()
-        stream.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            captured = run()
-        for _ in range(500):
-            graph.replay()
-        stream.synchronize()
-    assert torch.equal(captured, first)
+    first = run()
+    graph, result = captured(run)
+    for _ in range(500):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(result, first)
 
 
 TURNING = [(64, Blocks(1)), (64, Blocks(1, 2, 3)), (128, Blocks(2)), (128, Blocks(2, 2, 2)),
@@ -245,18 +253,11 @@ def test_products_that_follow_each_other_without_a_break_are_right() -> None:
         normal = F.rms_norm(exact, (1024,), following.float(), 1e-6)
     assert distance(run(), exact) < 3e-2
     first = run()
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        stream.wait_stream(torch.cuda.default_stream())
-        run()
-        graph = torch.cuda.CUDAGraph()
-        stream.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            captured = run()
-        for _ in range(20):
-            graph.replay()
-            stream.synchronize()
-            assert torch.equal(captured, first)
+    graph, result = captured(run)
+    for _ in range(20):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(result, first)
 
 
 def test_cuts_of_random_shapes() -> None:

@@ -103,8 +103,9 @@ inline const char* beginning(const Packed& w, const Lane& lane) {
   return static_cast<const char*>(w.data) + blocks.begin * block_bytes(w);
 }
 
-// How a product of m rows is cut, and the memory that a thread needs for it.
+// By what a product of m rows is computed, how it is cut, and the memory that a thread needs for it.
 struct Cut {
+  const Kernels* kernels;
   Shape shape;
   int64_t chunk;                // rows that are computed, and if int8 quantised, at once
   int64_t tile_bytes, x_bytes;  // for a tile of sums, and for quantised rows behind it
@@ -113,13 +114,15 @@ struct Cut {
 
 inline Cut cut_of(const Packed& w, int64_t m, Isa isa) {
   if (m == 0) return {};
-  const Shape shape = kernels_of(isa, m, w.stored).shape(m, w.stored);
+  const Kernels* const kernels = &kernels_of(isa, m, w.stored);
+  const Shape shape = kernels->shape(m, w.stored);
   const int64_t tile_rows = (shape.rows + 15) / 16 * 16;  // AMX stores 16
   const int64_t tile_bytes = tile_rows * shape.blocks * kBlock * sizeof(float);
-  if (w.stored != Stored::int8) return {shape, m, tile_bytes, 0};
+  if (w.stored != Stored::int8) return {kernels, shape, m, tile_bytes, 0};
   const int64_t chunk = std::min(m, (kInt8Rows + shape.rows - 1) / shape.rows * shape.rows);
   const int64_t k = padded_inputs(w.inputs, Stored::int8);
-  return {shape, chunk, tile_bytes, chunk * (k + k / kGroup * int64_t{sizeof(Group)})};
+  const int64_t row_bytes = k + k / kGroup * int64_t{sizeof(Group)};
+  return {kernels, shape, chunk, tile_bytes, chunk * row_bytes};
 }
 
 // Products of x [m, w.inputs], whose rows are `ldx` apart. The epilogue says what becomes of them.
@@ -128,8 +131,8 @@ inline void matmul(const Packed& w, const bf16* x, int64_t ldx, int64_t m, const
                    Lane& lane, const Packed* then = nullptr) {
   const Range blocks = share(blocks_of(w), w.gated ? 2 : 1, lane);
   if (m == 0 || blocks.begin == blocks.end) return;
-  const Kernels& kernels = kernels_of(lane.isa, m, w.stored);
   const Cut cut = cut_of(w, m, lane.isa);
+  const Kernels& kernels = *cut.kernels;
   const Shape& shape = cut.shape;
   const int64_t bytes = block_bytes(w), chunk = cut.chunk;
   const bool int8 = w.stored == Stored::int8;

@@ -190,13 +190,15 @@ def _progressing(survey: Survey, found: list[Trouble]) -> Condition:
         reason, text = "Scaling", f"from {len(lives)} to {_count(wanted, 'group')}"
         if len(lives) == wanted:
             gone = len(survey.groups) - wanted
-            are, end = ("is", "ends") if gone == 1 else ("are", "end")
-            text = f"{_count(gone, 'group')} that {are} not wanted any more {end}"
+            end = "ends" if gone == 1 else "end"
+            text = f"{_count(gone, 'group')} that {_are(gone)} not wanted any more {end}"
     elif old:
         done = len(lives) - len(old)
         reason = "RollingOut"
-        are = "is" if wanted == 1 else "are"
-        text = f"{done} of {_count(wanted, 'group')} {are} of revision {survey.desired.revision}"
+        text = (
+            f"{done} of {_count(wanted, 'group')} {_are(wanted)} of revision "
+            f"{survey.desired.revision}"
+        )
     else:
         reason, text = "Starting", _share(serving, wanted)
     return Condition("Progressing", "True", reason, text)
@@ -204,6 +206,10 @@ def _progressing(survey: Survey, found: list[Trouble]) -> Condition:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _are(number: int) -> str:
+    return "is" if number == 1 else "are"
 
 
 def _serve(number: int) -> str:
@@ -355,8 +361,7 @@ def _some_ready(survey: Survey, kind: str) -> bool:
 def _role(survey: Survey, role: str, found: list[Trouble]) -> Condition:
     kind = {value: key for key, value in _DEPLOYMENTS.items()}[role]
     name, ready, wanted = _deployment(survey, role)
-    are = "is" if wanted == 1 else "are"
-    text = f"Deployment {name}: {ready} of {_count(wanted, 'pod')} {are} ready"
+    text = f"Deployment {name}: {ready} of {_count(wanted, 'pod')} {_are(wanted)} ready"
     if unheard := [pod.name for pod in survey.pods if pod.role == role and survey.unheard(pod)]:
         text += f" and heard of in Redis; not heard of: {', '.join(unheard[:4])}"
     if ready >= wanted and (ready > 0 or survey.observed.obj.spec.suspend):

@@ -288,10 +288,13 @@ class Decoder(BaseOP):
         if not kernels.most:
             return {}
         some = dense[: min(len(dense), TIMED_LAYERS)]
-        table = self._rope_table
+
+        def table_for(tokens: int) -> torch.Tensor | None:
+            """What the heads are turned by behind the QKV product; None if attention does that."""
+            return self._rope_table if tokens > fuses else None
 
         def turned_heads(tokens: int) -> int:
-            return 0 if table is None or tokens <= fuses else table.shape[1]
+            return 0 if (table := table_for(tokens)) is None else table.shape[1]
 
         def calls(tokens: int, ways: Ways) -> list[Callable[[], object]]:
             """A layer's products each, on any numbers."""
@@ -303,10 +306,8 @@ class Decoder(BaseOP):
             )
             # All are kept: a graph reads what the call before its capture left behind.
             ready: list[Normed | None] = [None]
-            turned = [
-                first.turned_alone(table, tokens) if table is not None and tokens > fuses else None
-                for _ in some
-            ]
+            table = table_for(tokens)
+            turned = [None if table is None else first.turned_alone(table, tokens) for _ in some]
 
             def run(i: int) -> None:
                 following = some[(i + 1) % len(some)]

@@ -109,11 +109,9 @@ class Kernels:
             if self.skinny is not None and tokens <= min(self.skinny_tokens, SKINNY_TOKENS):
                 found[name].append(Option(Way.SKINNY))
             if self.wide is not None and tokens <= self.wide_tokens and computes(*shape):
-                cuts = []
-                if (
-                    name == "qkv" and turned_heads
-                ):  # a kernel for that costs more than any cut saves
-                    cuts = turning_blocks(tokens, *shape[:2], turned_heads)
+                # A kernel of its own that turns the heads costs more than any other cut saves.
+                turning = turned_heads if name == "qkv" else 0
+                cuts = turning_blocks(tokens, *shape[:2], turning) if turning else []
                 cuts = cuts or likely_blocks(tokens, *shape)
                 found[name] += [Option(Way.WIDE, cut) for cut in cuts]
         return found
