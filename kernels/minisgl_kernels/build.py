@@ -30,8 +30,10 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
@@ -44,6 +46,7 @@ DISABLE_ENV = "MINISGL_DISABLE_KERNELS"
 COMPILE_TIMEOUT_SECONDS = 600
 OPTIMISED = ("-O3",)
 
+_ONCE = threading.Lock()
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -104,7 +107,17 @@ def _load(source: Path, flags: tuple[str, ...], load: Callable[[Path], T]) -> T:
     refuse_if_disabled()
     cxx = compiler()
     command = (*cxx, "-std=c++17", "-fPIC", "-shared", *flags)
-    return load_built(source, command, version(cxx), load)
+    python = str(sysconfig.get_config_var("SOABI"))
+    result = Result(source_key(source, (version(cxx), *command, *_cpu(), python)), _file(source))
+
+    def make(_: Sequence[Result], made: Path) -> None:
+        compile_file((*command, "-o", str(made), str(source)), source.name)
+
+    return load_result(result, make, load)
+
+
+def _file(source: Path) -> str:
+    return f"{source.stem}.so"
 
 
 def refuse_if_disabled() -> None:
@@ -113,27 +126,29 @@ def refuse_if_disabled() -> None:
         raise KernelUnavailable(f"kernels are switched off by {DISABLE_ENV}=1")
 
 
-def load_built(
-    source: Path, command: tuple[str, ...], versions: str, load: Callable[[Path], T]
-) -> T:
-    """The loaded result of `command` on `source`; a kept file that does not load is made again.
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What is kept under a key: one file."""
 
-    `versions` names the compiler and whatever else the result depends on.
+    key: str
+    """A hash of everything that decides what the compiler makes."""
+    name: str
+
+    def within(self, root: Path) -> Path:
+        """Where it is kept."""
+        return root / self.key / self.name
+
+
+Make = Callable[[Sequence[Result], Path], None]
+"""Makes one file that holds all of these results. Raises `KernelUnavailable`."""
+
+
+def load_result(result: Result, make: Make, load: Callable[[Path], T]) -> T:
+    """What `load` gives for the file, made if it is not kept; one that does not load is made again.
+
+    Raises `KernelUnavailable`.
     """
-    try:
-        key = _key(source, command, versions)
-    except OSError as error:
-        raise KernelUnavailable(f"cannot read {source}: {error.strerror}") from error
-    root = cache_root()
-    try:
-        target = _build(source, command, root / key)
-    except OSError as error:  # the disk is full, or a directory of another user's
-        _log.warning("kernel cache %s cannot be written (%s)", root, error)
-        root = _temporary_root()
-        try:
-            target = _build(source, command, root / key)
-        except OSError as other:
-            raise KernelUnavailable(f"cannot write {root}: {other}") from other
+    target = result.within(build_results((result,), make))
     try:
         return load(target)
     except (OSError, ImportError) as first:
@@ -142,32 +157,68 @@ def load_built(
         with suppress(OSError):  # of another user, or read-only: it stays as it is
             target.unlink()
         try:
-            return load(_build(source, command, _temporary_root() / key))
+            root = _own_root()
+            _build((result,), make, root)
+            return load(result.within(root))
         except (OSError, ImportError) as second:
-            raise KernelUnavailable(f"{source.name} compiles but does not load: {second}") from None
+            raise KernelUnavailable(f"{result.name} compiles but does not load: {second}") from None
 
 
-def _build(source: Path, command: tuple[str, ...], folder: Path) -> Path:
-    """The compiled file in `folder`, made if it is not there. Raises `OSError` if it cannot be."""
-    target = folder / f"{source.stem}.so"
-    if target.exists():
-        return target
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with _locked(folder / "lock"):
-        if target.exists():
-            return target
-        # The name is this build's own, and the rename atomic: where locks do nothing (some
-        # network file systems) two processes compile twice, and neither loads half a file.
-        made = folder / f"{source.stem}.{secrets.token_hex(8)}.tmp"
+def build_results(results: Sequence[Result], make: Make) -> Path:
+    """The folder under which all results are, made by one call of `make` as far as they were not
+    kept: then one file is kept under each of their keys."""
+    root = cache_root()
+    try:
+        _build(results, make, root)
+    except OSError as error:  # the disk is full, or a directory of another user's
+        with _ONCE:
+            _warn_of_cache(root, error.strerror or str(error))
+        root = _own_root()
         try:
-            _compile((*command, "-o", str(made), str(source)), source.name)
-            os.replace(made, target)
+            _build(results, make, root)
+        except OSError as other:
+            raise KernelUnavailable(f"cannot write {root}: {other}") from other
+    return root
+
+
+def _build(results: Sequence[Result], make: Make, root: Path) -> None:
+    """Raises `OSError` if the results cannot be kept there."""
+    if all(result.within(root).exists() for result in results):
+        return
+    token = secrets.token_hex(8)
+    with ExitStack() as held:
+        for key in sorted({result.key for result in results}):  # so nobody waits in a circle
+            folder = root / key
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            held.enter_context(_locked(folder / "lock"))
+        missing = [one for one in dict.fromkeys(results) if not one.within(root).exists()]
+        if not missing:
+            return
+        # The names are this build's own, and the renames atomic: where locks do nothing (some
+        # network file systems) two processes compile twice, and neither loads half a file.
+        made = [(result.within(root).with_suffix(f".{token}.tmp"), result) for result in missing]
+        try:
+            first = made[0][0]
+            make(missing, first)
+            for other, _ in made[1:]:
+                try:
+                    os.link(first, other)
+                except OSError:  # a file system without links
+                    shutil.copyfile(first, other)
+            for path, result in made:
+                os.replace(path, result.within(root))
         finally:
-            made.unlink(missing_ok=True)
-    return target
+            for path, _ in made:
+                path.unlink(missing_ok=True)
 
 
-def _compile(command: tuple[str, ...], name: str) -> None:
+@functools.cache
+def _warn_of_cache(root: Path, error: str) -> None:
+    _log.warning("kernel cache %s cannot be written (%s)", root, error)
+
+
+def compile_file(command: tuple[str, ...], name: str) -> None:
+    """Run a compiler on what is called `name`. Raises `KernelUnavailable` with its first error."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace",
@@ -183,14 +234,17 @@ def _compile(command: tuple[str, ...], name: str) -> None:
         raise KernelUnavailable(f"{command[0]} cannot compile {name}: {first.strip()}")
 
 
-def _key(source: Path, command: tuple[str, ...], versions: str) -> str:
+def source_key(source: Path, parts: Iterable[str]) -> str:
+    """The key of what is made of a source and the headers beside it, and of what else `parts` says:
+    the compiler, its flags, and the CPU where these ask for the one at hand."""
     digest = hashlib.sha256()
     headers = ("*.h", "*.cuh") if source.suffix == ".cu" else ("*.h",)
     files = [source, *sorted(file for header in headers for file in source.parent.glob(header))]
-    for part in (
-        versions, *command, *_cpu(), str(sysconfig.get_config_var("SOABI")),
-        *(text for file in files for text in (file.name, file.read_text("utf-8"))),
-    ):  # fmt: skip
+    try:
+        texts = [text for file in files for text in (file.name, file.read_text("utf-8"))]
+    except OSError as error:
+        raise KernelUnavailable(f"cannot read {source}: {error.strerror}") from error
+    for part in (*parts, *texts):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:32]
 
@@ -224,8 +278,13 @@ def cache_root() -> Path:
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:  # a user without a home, as in many containers
-        return _temporary_root()
+        return _own_root()
     return Path(base).absolute() / "minisglang" / "kernels"
+
+
+def _own_root() -> Path:
+    with _ONCE:  # threads that ask for the first time at once get the same one
+        return _temporary_root()
 
 
 @functools.cache

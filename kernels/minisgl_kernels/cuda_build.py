@@ -12,23 +12,32 @@ a CUDA graph. The current device must be the one of the tensors.
 
 import logging
 import os
+import platform
+import re
 import shutil
 import sysconfig
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from minisgl.config import env_switch
+from minisgl.host import usable_cpus
 from minisgl_kernels.build import (
     CSRC,
     KernelUnavailable,
-    load_built,
+    Make,
+    Result,
+    build_results,
+    compile_file,
+    load_result,
     refuse_if_disabled,
+    source_key,
     version,
 )
 
@@ -37,6 +46,8 @@ DISABLE_PDL_ENV = "MINISGL_DISABLE_PDL"
 MIN_CAPABILITY = (8, 0)
 MAX_COMPILERS = 16
 """Each takes up to 0.5 GB of memory."""
+MAX_JOINED = 32
+"""Most variants of one source."""
 CUDA_TYPES = {
     torch.bfloat16: "__nv_bfloat16",
     torch.float16: "__half",
@@ -60,6 +71,37 @@ def cuda_module(
 
     Raises `KernelUnavailable`: no GPU, no nvcc, no TVM FFI, or a source that does not compile.
     """
+    variant = _variant(name, macros, flags, csrc)
+    module = load_result(
+        variant.result, _maker([variant]), lambda path: _tvm_ffi().load_module(str(path))
+    )
+    return _Exports(module, variant.result.key)
+
+
+class _Exports:
+    """The functions of one variant in a library that may have others."""
+
+    def __init__(self, module: Any, key: str) -> None:
+        self._module, self._key = module, key
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, f"{name}_{self._key}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """A source with macros, and where what it compiles to is kept."""
+
+    source: Path
+    macros: Mapping[str, str | int]
+    command: tuple[str, ...]
+    """Without source, macros and output."""
+    result: Result
+
+
+def _variant(
+    name: str, macros: Mapping[str, str | int], flags: Sequence[str], csrc: Path
+) -> _Variant:
     _check_device()
     capability = torch.cuda.get_device_capability()
     if capability < MIN_CAPABILITY:
@@ -68,16 +110,53 @@ def cuda_module(
             f"{MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]}"
         )
     tvm_ffi = _tvm_ffi()
-    command = nvcc_command(capability, macros, flags)
-    versions = f"{version(command[:1])}\ntvm_ffi {tvm_ffi.__version__}"
-    return load_built(
-        csrc / f"{name}.cu", command, versions, lambda path: tvm_ffi.load_module(str(path))
-    )
+    command = nvcc_command(capability, flags)
+    source = csrc / f"{name}.cu"
+    text = variant_text(source, macros, "")
+    # Nothing of the host's CPU: code for it is compiled for all of its architecture.
+    parts = (version(command[:1]), tvm_ffi.__version__, platform.machine(), *command, text)
+    return _Variant(source, macros, command, Result(source_key(source, parts), f"{name}.so"))
 
 
-def nvcc_command(
-    capability: tuple[int, int], macros: Mapping[str, str | int], flags: Sequence[str] = ()
-) -> tuple[str, ...]:
+def _maker(variants: Sequence[_Variant]) -> Make:
+    """Compiles those of these variants of one source that are wanted into one library."""
+
+    def make(wanted: Sequence[Result], made: Path) -> None:
+        some = [variant for variant in variants if variant.result in wanted]
+        source, command = some[0].source, some[0].command
+        written = made.with_suffix(".cu")
+        try:
+            written.write_text(joined_text([(v.source, v.macros, v.result.key) for v in some]))
+            compile_file(
+                (*command, f"-I{source.parent}", "-o", str(made), str(written)), source.name
+            )
+        finally:
+            written.unlink(missing_ok=True)
+
+    return make
+
+
+def joined_text(variants: Sequence[tuple[Path, Mapping[str, str | int], str]]) -> str:
+    """One source of several variants, each with its macros and what its functions' names end in.
+
+    Headers are read once, and so must not depend on the macros.
+    """
+    texts = [variant_text(*variant) for variant in variants]
+    if len(texts) == 1:
+        return texts[0]
+    includes = re.findall(r"^#include.*\n", variants[0][0].read_text("utf-8"), re.MULTILINE)
+    spaces = [f"namespace v{i} {{\n{text}}}\n" for i, text in enumerate(texts)]
+    return "".join(includes + spaces)
+
+
+def variant_text(source: Path, macros: Mapping[str, str | int], key: str) -> str:
+    """A source with its macros, in the place of those of a variant before."""
+    defined = {**macros, "EXPORT_SUFFIX": f"_{key}"}
+    lines = [f"#undef {name}\n#define {name} {value}\n" for name, value in defined.items()]
+    return "".join(lines) + f'#include "{source.name}"\n'
+
+
+def nvcc_command(capability: tuple[int, int], flags: Sequence[str] = ()) -> tuple[str, ...]:
     """The command that makes a library for one GPU; a source and an output are to follow."""
     from tvm_ffi.libinfo import find_include_path, find_libtvm_ffi
 
@@ -86,10 +165,11 @@ def nvcc_command(
     arch = f"{capability[0]}{capability[1]}" + ("a" if capability[0] >= 9 else "")
     library = Path(find_libtvm_ffi())
     return (
-        str(nvcc), "-shared", "-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden",
+        # Without a device link: each kernel is whole, and five processes fewer start.
+        str(nvcc), "-shared", "-nodlink", "-std=c++17", "-O3",
+        "-Xcompiler=-fPIC,-fvisibility=hidden",
         f"-gencode=arch=compute_{arch},code=sm_{arch}",
         *flags,
-        *(f"-D{key}={value}" for key, value in macros.items()),
         f"-DPDL={0 if env_switch(DISABLE_PDL_ENV) or capability[0] < 9 else 1}",
         f"-I{find_include_path()}", f"-L{nvcc.parent.parent / 'lib'}",
         "-Xlinker=--no-as-needed", f"-L{library.parent}", "-ltvm_ffi",
@@ -120,11 +200,16 @@ class Family:
 
     def __init__(
         self, source: str, function: str, macros: Callable[..., Mapping[str, str | int]],
-        flags: Sequence[str] = (),
+        flags: Sequence[str] = (), *, joined: bool = False,
     ) -> None:  # fmt: skip
-        """`macros` makes those of a signature's parts, or raises `KernelUnavailable`."""
+        """`macros` makes those of a signature's parts, or raises `KernelUnavailable`.
+
+        `joined`: several variants are compiled as one source, which takes a fifth of the time each.
+        No header of the source may depend on the macros.
+        """
         self._source, self._function = source, function
         self._macros, self._flags = macros, flags
+        self.joined = joined
         self._made: dict[Hashable, Any] = {}
         self._usable: bool | None = None
 
@@ -160,6 +245,18 @@ class Family:
             raise made
         return made
 
+    def missing(self, signatures: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        """Those of the signatures that were not called yet, each once."""
+        return [one for one in dict.fromkeys(signatures) if one not in self._made]
+
+    def compile(self, signatures: Sequence[tuple[Any, ...]]) -> None:
+        """Have these variants of a joined family in the cache, those that are not there in one
+        library. Raises `KernelUnavailable`, perhaps because of one of them."""
+        variants = [
+            _variant(self._source, self._macros(*one), self._flags, CSRC) for one in signatures
+        ]
+        build_results([variant.result for variant in variants], _maker(variants))
+
 
 Variant = tuple[Family, tuple[Any, ...]]
 _COLLECTED: ContextVar[list[Variant] | None] = ContextVar("collected", default=None)
@@ -185,13 +282,29 @@ def prepare(wanted: Iterable[Variant]) -> None:
     Signatures that have no kernel are left out: their calls say so.
     """
 
-    def compile_one(variant: Variant) -> None:
-        family, signature = variant
-        with suppress(KernelUnavailable):
-            family[signature]
+    by_family: dict[Family, list[tuple[Any, ...]]] = {}
+    for family, signature in wanted:
+        by_family.setdefault(family, []).append(signature)
+    workers = min(usable_cpus(), MAX_COMPILERS)
+    tasks: list[tuple[Family, list[tuple[Any, ...]]]] = []
+    for family, signatures in by_family.items():
+        some = family.missing(signatures)
+        # Each source has a bit of everything: neighbours take equally long.
+        count = max(workers, -(-len(some) // MAX_JOINED)) if family.joined else len(some)
+        tasks += [(family, part) for i in range(count) if (part := some[i::count])]
+    tasks.sort(key=lambda task: -len(task[1]))
 
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_COMPILERS)) as pool:
-        list(pool.map(compile_one, wanted))
+    def compile_some(task: tuple[Family, list[tuple[Any, ...]]]) -> None:
+        family, signatures = task
+        if len(signatures) > 1:
+            with suppress(KernelUnavailable):
+                family.compile(signatures)
+        for signature in signatures:
+            with suppress(KernelUnavailable):
+                family[signature]
+
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(compile_some, tasks))
 
 
 def check_tools() -> None:

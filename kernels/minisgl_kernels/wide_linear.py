@@ -101,7 +101,7 @@ def _macros(tokens: int, groups: int, ways: int, split: int, mode: int) -> dict[
     return {"TOKENS": tokens, "GROUPS": groups, "WAYS": ways, "SPLIT": split, "MODE": mode}
 
 
-_family = Family("wide_linear", "wide_linear", _macros)
+_family = Family("wide_linear", "wide_linear", _macros, joined=True)
 
 
 def max_tokens() -> int:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,14 @@ import torch
 
 from minisgl_kernels import build, cuda_build, embedding, norm, qk_rope_store
 from minisgl_kernels.build import CSRC, KernelUnavailable
-from minisgl_kernels.cuda_build import Family, collected, cuda_module, nvcc_command, prepare
+from minisgl_kernels.cuda_build import (
+    Family,
+    collected,
+    cuda_module,
+    joined_text,
+    nvcc_command,
+    prepare,
+)
 
 BF16 = {"ELEMENT": "__nv_bfloat16"}
 SOURCES = {
@@ -29,9 +37,22 @@ SOURCES = {
 }
 
 
+class Loaded:
+    """A library of the stand-in: each function says which one it is."""
+
+    def __init__(self, path: Path) -> None:
+        self._text = path.read_text()
+
+    def __getattr__(self, name: str):
+        function, key = name.rsplit("_", 1)
+        before = self._text.partition(f"EXPORT_SUFFIX _{key}\n")[0].splitlines()
+        return lambda: (function, before[-3])
+
+
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """A machine with one Hopper GPU and an nvcc that notes each compile in `compiled`."""
+    """A machine with one Hopper GPU and an nvcc that notes each compile in `compiled`; a library is
+    its source, and what was loaded stands in `loaded`."""
     home = tmp_path / "cuda"
     (home / "bin").mkdir(parents=True)
     nvcc, log = home / "bin" / "nvcc", tmp_path / "compiled"
@@ -39,13 +60,16 @@ def machine(monkeypatch, tmp_path):
         "#!/bin/sh\n"
         'case "$1" in --version) echo nvcc 13.0; exit;; esac\n'
         f'echo "$@" >> {log}\n'
-        'while [ "$1" != -o ]; do shift; done; echo library > "$2"\n'
+        'while [ "$1" != -o ]; do shift; done\n'
+        'if grep -q BROKEN "$3"; then echo "$3: error: broken" >&2; exit 1; fi\n'
+        'cat "$3" > "$2"\n'
     )
     nvcc.chmod(0o755)
     log.touch()
     fake = types.ModuleType("tvm_ffi")
     fake.__version__ = "0.1"
-    fake.load_module = lambda path: types.SimpleNamespace(path=Path(path), run=lambda: "ran")
+    loaded: list[Path] = []
+    fake.load_module = lambda path: loaded.append(Path(path)) or Loaded(Path(path))
     libinfo = types.ModuleType("tvm_ffi.libinfo")
     libinfo.find_include_path = lambda: "/tvm/include"
     libinfo.find_libtvm_ffi = lambda: "/tvm/lib/libtvm_ffi.so"
@@ -63,23 +87,25 @@ def machine(monkeypatch, tmp_path):
     csrc.mkdir()
     (csrc / "kernel.cu").write_text("// a kernel\n")
     return types.SimpleNamespace(
-        csrc=csrc, nvcc=nvcc, capability=capability,
+        csrc=csrc, nvcc=nvcc, capability=capability, loaded=loaded,
         compiled=lambda: log.read_text().splitlines(),
     )  # fmt: skip
 
 
 def test_each_set_of_macros_is_compiled_once_and_kept(machine):
-    first = cuda_module("kernel", {"HIDDEN": 64}, csrc=machine.csrc)
-    assert cuda_module("kernel", {"HIDDEN": 64}, csrc=machine.csrc).path == first.path
-    assert len(machine.compiled()) == 1
-    assert cuda_module("kernel", {"HIDDEN": 128}, csrc=machine.csrc).path != first.path
-    assert ["-DHIDDEN=64" in line for line in machine.compiled()] == [True, False]
+    for size in (64, 64, 128):
+        module = cuda_module("kernel", {"HIDDEN": size}, csrc=machine.csrc)
+        assert module.norm() == ("norm", f"#define HIDDEN {size}")
+    first, again, other = machine.loaded
+    assert first == again != other
+    assert len(machine.compiled()) == 2
 
 
 @pytest.mark.parametrize("change", ["source", "header", "flags", "gpu", "pdl", "nvcc"])
 def test_whatever_decides_the_result_decides_where_it_is_kept(machine, monkeypatch, change):
     def path(flags=()):
-        return cuda_module("kernel", {}, flags, csrc=machine.csrc).path
+        cuda_module("kernel", {}, flags, csrc=machine.csrc)
+        return machine.loaded[-1]
 
     before, flags = path(), ()
     if change == "source":
@@ -99,12 +125,20 @@ def test_whatever_decides_the_result_decides_where_it_is_kept(machine, monkeypat
     assert len(machine.compiled()) == 2
 
 
+def test_a_host_with_another_cpu_or_python_takes_what_is_kept(machine, monkeypatch):
+    for cpu in ("one", "another"):
+        monkeypatch.setattr(build, "_cpu", lambda cpu=cpu: ("x86_64", cpu))
+        monkeypatch.setattr(build.sysconfig, "get_config_var", lambda _, cpu=cpu: cpu)
+        cuda_module("kernel", {}, csrc=machine.csrc)
+    assert len(machine.compiled()) == 1
+
+
 @pytest.mark.parametrize(
     ("capability", "target", "pdl"),
     [((8, 0), "arch=compute_80,code=sm_80", 0), ((9, 0), "arch=compute_90a,code=sm_90a", 1)],
 )
 def test_the_target_is_the_gpu_at_hand(machine, capability, target, pdl):
-    command = nvcc_command(capability, {})
+    command = nvcc_command(capability)
     assert f"-gencode={target}" in command
     assert f"-DPDL={pdl}" in command
 
@@ -153,7 +187,7 @@ def test_with_kernels_the_function_is_the_kernels(machine, monkeypatch):
 def test_a_family_has_one_module_for_each_signature(machine, monkeypatch):
     monkeypatch.setattr(cuda_build.cuda_module, "__kwdefaults__", {"csrc": machine.csrc})
     family = Family("kernel", "run", lambda size: {"SIZE": size})
-    assert family[1,]() == "ran"
+    assert family[1,]() == ("run", "#define SIZE 1")
     assert family[1,] is family[1,]
     assert family[2,] is not family[1,]
     assert len(machine.compiled()) == 2
@@ -177,7 +211,110 @@ def test_kernels_that_are_collected_compute_nothing_and_are_told(machine, monkey
     assert machine.compiled() == []
     prepare(wanted)
     assert len(machine.compiled()) == 2
-    assert family[1,]() == "ran"
+    assert family[1,]() == ("run", "#define SIZE 1")
+
+
+@pytest.fixture
+def joined(machine, monkeypatch):
+    """A family whose variants are compiled together, on a host of two cores."""
+    monkeypatch.setattr(cuda_build, "CSRC", machine.csrc)
+    monkeypatch.setattr(cuda_build.cuda_module, "__kwdefaults__", {"csrc": machine.csrc})
+    monkeypatch.setattr(cuda_build, "usable_cpus", lambda: 2)
+    return Family("kernel", "run", lambda size: {"SIZE": size}, joined=True)
+
+
+def test_joined_variants_are_compiled_as_one_source_for_each_core(machine, joined):
+    prepare((joined, (size,)) for size in (1, 2, 3, 4, 5, 1, 2))
+    assert len(machine.compiled()) == 2
+    assert [joined[size,]() for size in range(1, 6)] == [
+        ("run", f"#define SIZE {size}") for size in range(1, 6)
+    ]
+    assert len(set(machine.loaded)) == 5
+    assert len({path.stat().st_ino for path in machine.loaded}) == 2
+
+
+def test_a_source_has_no_more_than_so_many_variants(machine, joined, monkeypatch):
+    monkeypatch.setattr(cuda_build, "MAX_JOINED", 3)
+    prepare((joined, (size,)) for size in range(10))
+    assert len(machine.compiled()) == 4
+
+
+def test_what_was_compiled_together_is_found_one_by_one_at_the_next_start(machine, joined):
+    prepare((joined, (size,)) for size in range(6))
+    again = Family("kernel", "run", lambda size: {"SIZE": size}, joined=True)
+    prepare((again, (size,)) for size in (5, 0, 3))
+    assert again[3,]() == ("run", "#define SIZE 3")
+    assert len(machine.compiled()) == 2
+
+
+def test_only_what_is_missing_is_compiled(machine, joined):
+    joined[2,]
+    again = Family("kernel", "run", lambda size: {"SIZE": size}, joined=True)
+    prepare((again, (size,)) for size in (1, 2, 3, 4))
+    assert sum(path.read_text().count("#define SIZE 2\n") for path in set(machine.loaded)) == 1
+
+
+def test_a_variant_that_does_not_compile_takes_no_other_with_it(machine, joined):
+    prepare((joined, (size,)) for size in (1, 2, "BROKEN", 4))
+    assert joined[1,]() == ("run", "#define SIZE 1")
+    assert joined[4,]() == ("run", "#define SIZE 4")
+    with pytest.raises(KernelUnavailable, match="cannot compile kernel.cu: .*error: broken"):
+        joined["BROKEN",]
+
+
+def test_a_cache_that_cannot_be_written_costs_no_more_compiles(
+    machine, joined, monkeypatch, tmp_path, caplog
+):
+    (tmp_path / "cache").write_text("not a directory")
+    build._temporary_root.cache_clear()
+    prepare((joined, (size,)) for size in range(4))
+    assert len(machine.compiled()) == 2
+    assert all(build._temporary_root() in path.parents for path in machine.loaded)
+    assert len({record.message for record in caplog.records}) == len(caplog.records) == 1
+
+
+def test_where_files_have_no_links_each_variant_has_a_copy(machine, joined, monkeypatch):
+    def refuse(*_):
+        raise OSError("not supported")
+
+    monkeypatch.setattr(os, "link", refuse)
+    prepare((joined, (size,)) for size in range(4))
+    assert len(machine.compiled()) == 2
+    assert [joined[size,]()[1] for size in range(4)] == [f"#define SIZE {i}" for i in range(4)]
+
+
+def test_sets_that_overlap_are_made_once_and_nobody_waits_for_ever(machine):
+    made = []
+
+    def make(wanted, path):
+        made.extend(result.key for result in wanted)
+        path.write_text("library")
+
+    results = [build.Result(f"{i:02d}", "some.so") for i in range(20)]
+    parts = [results[i::3] + results[: 4 * i] for i in range(4)]
+    with ThreadPoolExecutor(8) as pool:
+        futures = [
+            pool.submit(build.build_results, order, make)
+            for part in parts for order in (part, part[::-1])
+        ]  # fmt: skip
+        for future in futures:
+            future.result(timeout=60)
+    assert sorted(made) == [result.key for result in results]
+
+
+def test_a_build_that_breaks_off_leaves_nothing_that_the_next_one_takes(machine):
+    results = [build.Result(f"{i:02d}", "some.so") for i in range(3)]
+
+    def broken(wanted, path):
+        path.write_text("half")
+        raise KernelUnavailable("no")
+
+    with pytest.raises(KernelUnavailable):
+        build.build_results(results, broken)
+    root = build.cache_root()
+    assert {path.name for path in root.rglob("*") if path.is_file()} == {"lock"}
+    build.build_results(results, lambda wanted, path: path.write_text("whole"))
+    assert {result.within(root).read_text() for result in results} == {"whole"}
 
 
 def test_a_signature_without_a_kernel_is_refused_each_time_and_never_compiled(machine):
@@ -205,11 +342,16 @@ def test_the_norms_threads_cover_the_row_without_idle_warps(hidden, dtype):
 def test_the_cuda_source_compiles(name, tmp_path):
     pytest.importorskip("tvm_ffi", reason="needs TVM FFI: pip install apache-tvm-ffi")
     try:
-        command = nvcc_command((9, 0), SOURCES[name], ("-Werror=all-warnings",))
+        command = nvcc_command((9, 0), ("-Werror=all-warnings",))
     except KernelUnavailable as error:
         pytest.skip(str(error))
+    macros, source = SOURCES[name], tmp_path / "joined.cu"
+    joined = [(CSRC / f"{name}.cu", macros, "0")]
+    if name == "wide_linear":
+        joined.append((CSRC / f"{name}.cu", {**macros, "TOKENS": 8}, "1"))
+    source.write_text(joined_text(joined))
     done = subprocess.run(
-        [*command, "-o", str(tmp_path / "out.so"), str(CSRC / f"{name}.cu")],
+        [*command, f"-I{CSRC}", "-o", str(tmp_path / "out.so"), str(source)],
         capture_output=True, text=True, timeout=170,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

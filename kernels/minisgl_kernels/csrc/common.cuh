@@ -65,9 +65,15 @@ struct Args {
   }
 };
 
-#define EXPORT(name)                                                                            \
+// EXPORT_SUFFIX tells variants of one function in one library apart.
+#ifndef EXPORT_SUFFIX
+#define EXPORT_SUFFIX
+#endif
+#define EXPORT(name) EXPORT_AS(name, EXPORT_SUFFIX)
+#define EXPORT_AS(name, suffix) EXPORT_JOINED(name, suffix)
+#define EXPORT_JOINED(name, suffix)                                                             \
   static int run_##name(minisgl::Args args);                                                    \
-  extern "C" __attribute__((visibility("default"))) int __tvm_ffi_##name(                       \
+  extern "C" __attribute__((visibility("default"))) int __tvm_ffi_##name##suffix(               \
       void*, const TVMFFIAny* any, int32_t, TVMFFIAny*) {                                       \
     return run_##name(minisgl::Args{any});                                                      \
   }                                                                                             \

@@ -25,12 +25,12 @@ from minisgl.attention.registry import (
 from minisgl.config import EngineConfig, StartError, UsageError
 from minisgl.distributed import Communicator
 from minisgl.distributed.device import gpu_id, select_device
-from minisgl.engine.host import free_memory, host_id, threads_of_a_rank
 from minisgl.engine.memory import MAX_SPREAD, pages_for_requests, plan_pages
 from minisgl.engine.runner import HostRunner, Parts, Runner
 from minisgl.engine.sampler import Sampler
 from minisgl.engine.step import Int32s, StepEngine, StepInput, StepOutput
 from minisgl.engine.tables import Tables
+from minisgl.host import free_memory, host_id, threads_of_a_rank
 from minisgl.kvcache.pool import KVPool, page_bytes
 from minisgl.layers.sharding import head_shard
 from minisgl.messages import SamplingParams

@@ -81,6 +81,6 @@ def device_group(config: EngineConfig, comm: Communicator) -> Communicator:
     if device.type != "cuda" or not isinstance(comm, GlooCommunicator):
         return comm
     from minisgl.distributed.nccl import NcclCommunicator
-    from minisgl.engine.host import host_id
+    from minisgl.host import host_id
 
     return NcclCommunicator(comm, device, pynccl=config.pynccl, node=host_id())

@@ -263,7 +263,7 @@ def test_a_rank_takes_the_cores_of_its_host_unless_told_otherwise(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
-    monkeypatch.setattr("minisgl.engine.host.usable_cpus", lambda: 2)
+    monkeypatch.setattr("minisgl.host.usable_cpus", lambda: 2)
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # as another engine of this process leaves it
     try:

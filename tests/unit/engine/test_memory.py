@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from minisgl import host
 from minisgl.config import StartError
-from minisgl.engine import host
 from minisgl.engine.memory import pages_for_requests, plan_pages
 
 GIB = 2**30
@@ -88,7 +88,7 @@ def test_a_container_cpu_quota_counts_and_never_means_no_core(tmp_path: Path) ->
 
 
 def test_every_process_of_this_host_gives_it_the_same_number() -> None:
-    asked = "from minisgl.engine.host import host_id; print(host_id())"
+    asked = "from minisgl.host import host_id; print(host_id())"
     other = subprocess.run(
         [sys.executable, "-c", asked], capture_output=True, text=True, timeout=60
     )

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from minisgl.engine.host import usable_cpus
+from minisgl.host import usable_cpus
 
 
 @dataclass(frozen=True, slots=True)
