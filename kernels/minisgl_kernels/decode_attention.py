@@ -30,7 +30,9 @@ _MAX_BATCH = 12_000
 Int32s = npt.NDArray[np.int32]
 
 
-def _macros(dtype: torch.dtype, head_dim: int, group: int, fused: int = 0) -> dict[str, str | int]:
+def _macros(
+    dtype: torch.dtype, head_dim: int, group: int, boxes: bool = False, fused: int = 0
+) -> dict[str, str | int]:
     if dtype not in (torch.bfloat16, torch.float16):
         raise KernelUnavailable(f"decode attention has no kernel for {dtype}")
     if head_dim not in _STAGES:
@@ -39,7 +41,7 @@ def _macros(dtype: torch.dtype, head_dim: int, group: int, fused: int = 0) -> di
         raise KernelUnavailable(f"decode attention has no kernel for {group} queries a KV head")
     return {
         "T": cuda_type(dtype), "HEAD_DIM": head_dim, "GROUP": group, "STAGES": _STAGES[head_dim],
-        "WARPS": _WARPS, "FUSED": fused,
+        "WARPS": _WARPS, "BOXES": int(boxes), "FUSED": fused,
     }  # fmt: skip
 
 
@@ -55,12 +57,19 @@ class DecodeAttention:
 
     def __init__(
         self, *, max_batch: int, num_qo_heads: int, num_kv_heads: int, head_dim: int,
-        dtype: torch.dtype, device: torch.device, sm_count: int | None = None,
-        balance: int = BALANCE,
+        dtype: torch.dtype, device: torch.device, page_size: int = 1,
+        sm_count: int | None = None, boxes: bool | None = None, balance: int = BALANCE,
     ) -> None:  # fmt: skip
-        """Compiles the kernel. Raises `KernelUnavailable` for a shape that it does not know."""
+        """Compiles the kernel. Raises `KernelUnavailable` for a shape that it does not know.
+
+        `page_size`: so many slots, from a multiple of it on, hold neighbouring tokens of a request.
+        `boxes`: whether tiles are copied by the tensor memory accelerator, which needs pages of a
+        multiple of 16; None: on Hopper, if they are.
+        """
         group = num_qo_heads // num_kv_heads
-        signature = (dtype, head_dim, group)
+        if boxes is None:
+            boxes = page_size % TILE == 0 and torch.cuda.get_device_capability(device)[0] == 9
+        signature = (dtype, head_dim, group, boxes)
         _macros(*signature)
         if max_batch > _MAX_BATCH:
             raise KernelUnavailable(f"decode attention takes up to {_MAX_BATCH} requests")

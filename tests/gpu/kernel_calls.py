@@ -6,6 +6,7 @@ Sizes are odd, so that an access past an end is one past an allocation: run it w
 PYTORCH_NO_CUDA_MEMORY_CACHING=1, which gives each tensor one of its own.
 """
 
+import itertools
 import sys
 from collections.abc import Callable
 
@@ -118,13 +119,14 @@ def call_block_table() -> None:
 def call_decode_attention() -> None:
     """Whole requests, halves and more parts of requests, twice each, and with what comes before."""
     cases = ((4, 2, 128, [1, 17, 500]), (3, 1, 64, [3000, 40]), (4, 2, 128, [200] * 6))
-    for heads, kv_heads, dim, lens in cases:
-        width, batch = max(lens), len(lens)
+    for (heads, kv_heads, dim, lens), page in itertools.product(cases, (1, 16)):
+        width, batch = -(-max(lens) // 16) * 16, len(lens)
         slots = _randn(2, batch * width, kv_heads, dim)
-        table = torch.randperm(batch * width, device=DEVICE).view(batch, width).int()
+        pages = page * torch.randperm(batch * width // page, device=DEVICE).view(batch, -1, 1)
+        table = (pages + torch.arange(page, device=DEVICE)).view(batch, width).int()
         kernel = DecodeAttention(
             max_batch=batch, num_qo_heads=heads, num_kv_heads=kv_heads, head_dim=dim,
-            dtype=torch.bfloat16, device=torch.device(DEVICE), sm_count=1,
+            dtype=torch.bfloat16, device=torch.device(DEVICE), page_size=page, sm_count=1,
         )  # fmt: skip
         rows = torch.randperm(batch, device=DEVICE).int()
         kernel.plan(torch.tensor(lens, dtype=torch.int32, device=DEVICE), rows)

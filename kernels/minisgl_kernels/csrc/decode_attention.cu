@@ -5,8 +5,8 @@
 // of one chunk are neighbours, so that the heads of a token, which lie together in memory, are read
 // at about the same time. A request that a cut divides has partial results; the warp that ends last
 // combines them. Warps need no one else: each keeps STAGES tiles in shared memory of its own, filled
-// by asynchronous copies. (Ends of chunks for whoever is done first made it slower: each part costs more
-// than it evens out.)
+// by asynchronous copies. (Ends of chunks for whoever is done first made it slower: each part costs
+// more than it evens out.)
 //
 // Most requests that are cut have two parts: the end of one chunk, and the start of the next one,
 // which was done long before. So the warp with the former reads the latter while its last tile comes,
@@ -19,8 +19,12 @@
 //
 // FUSED: q is the QKV product as it is. Each warp rotates the queries that it needs, and the one that
 // has a request's last tile the new key, which it stores, and the value; FUSED 2: normalised first.
-#include "common.cuh"
+#if BOXES
+#include "hopper.cuh"
+#else
 #include "tensor_core.cuh"
+#endif
+#include "decode_ring.cuh"
 
 using namespace minisgl;
 
@@ -28,111 +32,11 @@ namespace {
 
 using Elem = T;
 
-constexpr int kTile = 16;                       // tokens
-constexpr int kSteps = HEAD_DIM / 16;           // products along the head
-constexpr int kRowBytes = HEAD_DIM * 2;         // one head of one token
-constexpr int kPieces = kRowBytes / 16;         // copies of 16 bytes a row
-constexpr int kCopies = kTile * kPieces / 32;   // copies a lane, for keys and for values
-constexpr int kTileBytes = kTile * kRowBytes;
-constexpr int kStageBytes = 2 * kTileBytes;
-constexpr int kLaneDims = HEAD_DIM / 32;        // dims a lane has when partial results are combined
+constexpr int kSteps = HEAD_DIM / 16;     // products along the head
+constexpr int kLaneDims = HEAD_DIM / 32;  // dims a lane has when partial results are combined
 
 static_assert(GROUP >= 1 && GROUP <= 8, "query heads of a KV head");
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "head dim");
-
-// A request: its first tile on the axis, its tokens, its row of the page table, and the first and
-// last chunk that have tiles of it (16 bits each).
-struct alignas(16) Request {
-  int first, tokens, row, chunks;
-  __device__ int end() const { return first + (tokens + kTile - 1) / kTile; }
-};
-
-// A chunk: tiles [start, end) of the axis; `index` is the request that the first one belongs to.
-struct alignas(16) Chunk {
-  int index, start, end, unused;
-  Request request;
-};
-
-// ---- plan: once a step ------------------------------------------------------------------------
-
-constexpr int kPlanThreads = 1024;
-
-__device__ int chunk_of(int tile, int chunks, int tiles) {
-  return static_cast<int>(((int64_t{tile} + 1) * chunks - 1) / tiles);
-}
-
-// A warp takes its tiles one after the other, and then one warp the parts of a request: so little
-// work that not all warps are needed is cut into about sqrt(balance * longest / GROUP) parts.
-__device__ int tiles_of_chunk(int longest, int balance) {
-  int least = 1;
-  while (balance * least * least < longest * GROUP) ++least;
-  return least;
-}
-
-// One block. `chunks` [max_chunks] and `requests` [batch + 1] are written.
-__global__ void __launch_bounds__(kPlanThreads)
-    plan(const int* lens, const int* rows, Chunk* chunks, Request* requests, int batch,
-         int max_chunks, int balance) {
-  DYNAMIC_SHARED(int, first);  // [batch + 1] first tile of each request, and of all
-  __shared__ int warp_sums[kPlanThreads / 32], warp_longest[kPlanThreads / 32];
-  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  wait_for_previous();  // and no `launch_next`: see `attention`
-  const int each = (batch + kPlanThreads - 1) / kPlanThreads;
-  const int begin = min(thread * each, batch), stop = min(begin + each, batch);
-  int sum = 0, longest = 0;
-  for (int i = begin; i < stop; ++i) {
-    const int count = (lens[i] + kTile - 1) / kTile;
-    sum += count;
-    longest = max(longest, count);
-  }
-  int before = sum;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(kAll, before, step);
-    if (lane >= step) before += other;
-    longest = max(longest, __shfl_xor_sync(kAll, longest, step));
-  }
-  if (lane == 31) warp_sums[warp] = before;
-  if (lane == 31) warp_longest[warp] = longest;
-  __syncthreads();
-  before -= sum;
-  for (int w = 0; w < warp; ++w) before += warp_sums[w];
-  for (int i = begin; i < stop; ++i) {
-    first[i] = before;
-    before += (lens[i] + kTile - 1) / kTile;
-  }
-  if (begin < stop && stop == batch) first[batch] = before;
-  __syncthreads();
-  for (int w = 0; w < kPlanThreads / 32; ++w) longest = max(longest, warp_longest[w]);
-  const int tiles = first[batch];
-  const int least = tiles_of_chunk(longest, balance);
-  const int count = min(max_chunks, (tiles + least - 1) / least);
-  const auto request = [&](int i) {
-    return Request{first[i], lens[i], rows[i],
-                   chunk_of(first[i], count, tiles) << 16 |
-                       chunk_of(first[i + 1] - 1, count, tiles)};
-  };
-  for (int i = thread; i < batch; i += kPlanThreads) requests[i] = request(i);
-  if (thread == 0) requests[batch] = Request{tiles, 0, 0, 0};
-  for (int c = thread; c < max_chunks; c += kPlanThreads) {
-    Chunk chunk = {};
-    if (c < count) {
-      chunk.start = static_cast<int>(int64_t{c} * tiles / count);
-      chunk.end = static_cast<int>((int64_t{c} + 1) * tiles / count);
-      int low = 0, high = batch - 1;
-      while (low < high) {  // the last request that starts at this tile or before
-        const int middle = (low + high + 1) / 2;
-        if (first[middle] <= chunk.start) low = middle; else high = middle - 1;
-      }
-      chunk.index = low;
-      chunk.request = request(low);
-    }
-    chunks[c] = chunk;
-  }
-  __threadfence();
-}
-
-// ---- attention: once a layer ------------------------------------------------------------------
 
 __device__ uint32_t pack(float low, float high) {
   Vec<Elem, 2> two;
@@ -145,15 +49,6 @@ __device__ void unpack(uint32_t both, float* to) {
   const auto& two = *reinterpret_cast<const Vec<Elem, 2>*>(&both);
   to[0] = to_float(two.of[0]);
   to[1] = to_float(two.of[1]);
-}
-
-__device__ Request load(const Request* from) {
-  const int4 x = __ldcg(reinterpret_cast<const int4*>(from));
-  return Request{x.x, x.y, x.z, x.w};
-}
-__device__ Chunk load(const Chunk* from) {
-  const int4 x = __ldcg(reinterpret_cast<const int4*>(from));
-  return Chunk{x.x, x.y, x.z, x.w, load(&from->request)};
 }
 
 // Over the lanes that hold the same column of an accumulator.
@@ -169,18 +64,13 @@ __device__ float column_sum(float x) {
 }
 
 struct Inputs {
+  Source from;
   const Elem* q;          // [batch, kv_heads * GROUP, HEAD_DIM]; FUSED: with 2 kv_heads behind
-  char* k;                // [slots, kv_heads, HEAD_DIM]
-  char* v;
   Elem* out;              // [batch, kv_heads * GROUP, HEAD_DIM]
-  const int* page_table;  // [rows, columns]
   const Chunk* chunks;
-  const Request* requests;
   float* partial;         // [chunks, 2, kv_heads, GROUP, HEAD_DIM], not divided by the sum
   float2* stats;          // [chunks, 2, kv_heads, GROUP]: largest exponent, and sum
   int* arrived;           // [batch, kv_heads], zeros between launches
-  int64_t slot_bytes;
-  int64_t columns;
   int64_t q_step;         // elements from one request's q to that of the next
   int kv_heads;
   int max_chunks;
@@ -264,9 +154,9 @@ struct NewToken {
     }
   }
   // Where a row of a tile has this lane's part.
-  __device__ static Elem* in_tile(char* rows, int row, int half, int lane) {
-    const int byte = (half * kHalf + lane * kEach) * 2, piece = byte / 16;
-    return reinterpret_cast<Elem*>(rows + row * kRowBytes + ((piece ^ (row & 7)) * 16) + byte % 16);
+  __device__ static Elem* place(char* tile, int row, int half, int lane) {
+    const int byte = (half * kHalf + lane * kEach) * 2;
+    return reinterpret_cast<Elem*>(tile + in_tile(row, byte / 128, byte / 16 % 8) + byte % 16);
   }
 };
 
@@ -279,6 +169,13 @@ __device__ int64_t place(const Inputs& in, int chunk, bool starts, int head) {
 __device__ void fence() {
 #ifdef __CUDA_ARCH__
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
+#endif
+}
+
+// Copies behind this one see what this thread sees, and come behind what it did to shared memory.
+__device__ void publish() {
+#if BOXES
+  publish_all();
 #endif
 }
 
@@ -449,50 +346,20 @@ __global__ void attention(const __grid_constant__ Inputs in) {
   const Chunk chunk = load(in.chunks + number);
   if (chunk.start == chunk.end) return;
 
-  const uint32_t ring = shared_address(memory) + warp * STAGES * kStageBytes;
-  const char* const k_head = in.k + head * kRowBytes;
-  const char* const v_head = in.v + head * kRowBytes;
-
-  // The copies run ahead of the products. `slot` is of token lane % 16 in the tile that is to be
-  // copied next; it is asked for one tile before it is needed.
-  Request ahead = chunk.request, following = load(in.requests + chunk.index + 1);
-  int ahead_index = chunk.index, ahead_end = ahead.end(), next = chunk.start;
-  const auto slot_of_next = [&]() {
-    if (next >= chunk.end) return 0;
-    if (next == ahead_end) {
-      ahead = following;
-      ahead_end = ahead.end();
-      // one entry stands after the last request, and is asked for at most
-      if (ahead_end < chunk.end) following = load(in.requests + ++ahead_index + 1);
-    }
-    const int token = min((next - ahead.first) * kTile + lane % kTile, ahead.tokens - 1);
-    return __ldcg(in.page_table + ahead.row * in.columns + token);
-  };
-  int slot = slot_of_next();
-  const auto copy_next = [&](int stage) {
-    if (next < chunk.end) {
-      const uint32_t keys = ring + stage * kStageBytes;
-#pragma unroll
-      for (int i = 0; i < kCopies; ++i) {
-        const int row = i * (32 / kPieces) + lane / kPieces, piece = lane % kPieces;
-        const int64_t from = __shfl_sync(kAll, slot, row) * in.slot_bytes + piece * 16;
-        const uint32_t to = keys + row * kRowBytes + ((piece ^ (row & 7)) * 16);
-        copy_async<kRowBytes>(to, k_head + from);
-        copy_async<kRowBytes>(to + kTileBytes, v_head + from);
-      }
-      ++next;
-      slot = slot_of_next();
-    }
-    end_group();
-  };
+  // Warps' rings stand behind each other, and their barriers behind all.
+  const uint32_t skipped = -shared_address(memory) % kRingAlign;
+  const uint32_t start = shared_address(memory) + skipped, tiles = start + warp * kRingBytes;
+  char* const tiles_here = reinterpret_cast<char*>(memory) + skipped + warp * kRingBytes;
+  Ring ring(in.from, chunk, head, tiles, start + WARPS * kRingBytes + warp * kBarrierBytes, lane);
   bool waited = false;
 #pragma unroll
   for (int stage = 0; stage < STAGES - 1; ++stage) {
-    if (!FUSED && !waited && next + 1 == ahead_end) {
+    if (!FUSED && !waited && ring.next_is_last()) {
       wait_for_previous();
       waited = true;
+      publish();
     }
-    copy_next(stage);
+    ring.copy_next(stage);
   }
   // Of the request at hand: its queries as columns, and what was computed of it in this chunk.
   int index = chunk.index;
@@ -510,7 +377,10 @@ __global__ void attention(const __grid_constant__ Inputs in) {
     added.angles.load(in.k_weight, row, lane * NewToken::kEach);
   };
   if (FUSED) load_angles();  // no kernel writes these, either
-  if (!waited) wait_for_previous();
+  if (!waited) {
+    wait_for_previous();
+    publish();
+  }
   launch_next();
 
   const auto begin_request = [&]() {
@@ -521,7 +391,7 @@ __global__ void attention(const __grid_constant__ Inputs in) {
     if (FUSED && last) {
       const Elem* const k = row + (in.kv_heads * GROUP + head) * HEAD_DIM;
       added.load(k, k + in.kv_heads * HEAD_DIM, lane);
-      to = __ldcg(in.page_table + request.row * in.columns + request.tokens - 1);
+      to = __ldcg(in.from.row(request) + request.tokens - 1);
     }
     const auto* from =
         reinterpret_cast<const uint32_t*>(row + (head * GROUP + g) * HEAD_DIM) + lane % 4;
@@ -545,10 +415,10 @@ __global__ void attention(const __grid_constant__ Inputs in) {
         added.turn(in.eps);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int64_t at = to * in.slot_bytes + head * kRowBytes +
+          const int64_t at = to * in.from.slot_bytes + head * kRowBytes +
                              (half * kHalf + lane * NewToken::kEach) * 2;
-          added.key[half].store(reinterpret_cast<Elem*>(in.k + at));
-          added.value[half].store(reinterpret_cast<Elem*>(in.v + at));
+          added.key[half].store(reinterpret_cast<Elem*>(in.from.k + at));
+          added.value[half].store(reinterpret_cast<Elem*>(in.from.v + at));
         }
       }
     }
@@ -574,8 +444,7 @@ __global__ void attention(const __grid_constant__ Inputs in) {
     // The other one of two parts, if it has been stored.
     const float* other = nullptr;
     float2 of_other[2] = {};
-    wait_groups<STAGES - 2>();
-    __syncwarp();
+    ring.wait(stage);
     const int free = stage == 0 ? STAGES - 1 : stage - 1;  // where the tile before this one was
     if (tile + 1 == chunk.end && starts && others == 1 &&
         __shfl_sync(kAll, lane == 0 ? load_acquire(arrived) : 0, 0) == 1) {
@@ -586,27 +455,34 @@ __global__ void attention(const __grid_constant__ Inputs in) {
       for (int i = 0; i < (GROUP * HEAD_DIM / 4 + 31) / 32; ++i) {
         const int piece = i * 32 + lane;
         if (piece >= GROUP * HEAD_DIM / 4) break;
-        copy_async<kRowBytes>(ring + free * kStageBytes + piece * 16,
-                              in.partial + at * HEAD_DIM + piece * 4);
+        copy_async(tiles + free * kStageBytes + piece * 16, in.partial + at * HEAD_DIM + piece * 4);
       }
-      other = reinterpret_cast<const float*>(
-          reinterpret_cast<char*>(memory) + (warp * STAGES + free) * kStageBytes);
+      end_group();
+      other = reinterpret_cast<const float*>(tiles_here + free * kStageBytes);
     }
-    copy_next(free);
-    const uint32_t keys = ring + stage * kStageBytes, values = keys + kTileBytes;
-    if (FUSED && tile + 1 == request.end()) {
-      // What was copied for the new token is old; so are the rows behind it, whose weight is zero:
-      // their keys are no matter, but a value that is no number would be.
-      char* const rows =
-          reinterpret_cast<char*>(memory) + (warp * STAGES + stage) * kStageBytes;
-      const int row = (request.tokens - 1) % kTile;
+    ring.copy_next(free);
+    const uint32_t keys = tiles + stage * kStageBytes, values = keys + kTileBytes;
+    const int valid = request.tokens - (tile - request.first) * kTile;  // rows, from this tile on
+    if (FUSED ? valid <= kTile : BOXES && valid < kTile) {
+      // What was copied for the new token is old (FUSED), and so are the rows behind the last one,
+      // whose weight is zero: their keys are no matter, but a value that is no number would be.
+      char* const key_rows = tiles_here + stage * kStageBytes;
+      char* const value_rows = key_rows + kTileBytes;
+      if constexpr (FUSED != 0) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        added.key[half].store(NewToken::in_tile(rows, row, half, lane));
-        for (int i = row; i < kTile; ++i) {
-          added.value[half].store(NewToken::in_tile(rows + kTileBytes, i, half, lane));
+        for (int half = 0; half < 2; ++half) {
+          added.key[half].store(NewToken::place(key_rows, valid - 1, half, lane));
+          for (int i = valid - 1; i < kTile; ++i) {
+            added.value[half].store(NewToken::place(value_rows, i, half, lane));
+          }
+        }
+      } else {
+        for (int i = valid * kPieces + lane; i < kTile * kPieces; i += 32) {
+          const int row = i / kPieces, piece = i % kPieces;
+          *reinterpret_cast<uint4*>(value_rows + in_tile(row, piece / 8, piece % 8)) = uint4{};
         }
       }
+      publish();  // the next copy to this stage comes behind
       __syncwarp();
     }
     stage = stage == STAGES - 1 ? 0 : stage + 1;
@@ -615,13 +491,12 @@ __global__ void attention(const __grid_constant__ Inputs in) {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       uint32_t a[4];
-      load_matrices(a, keys + key_row * kRowBytes + (((2 * i + key_piece) ^ (key_row & 7)) * 16));
+      load_matrices(a, keys + in_tile(key_row, i / 4, i % 4 * 2 + key_piece));
       product<Elem>(i % 2 ? odd : even, a, queries[2 * i], queries[2 * i + 1]);
     }
     float score[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) score[j] = (even[j] + odd[j]) * in.scale;
-    const int valid = request.tokens - (tile - request.first) * kTile;
     if (valid < kTile) {
       if (lane / 4 >= valid) score[0] = score[1] = -INFINITY;
       if (lane / 4 + 8 >= valid) score[2] = score[3] = -INFINITY;
@@ -650,8 +525,7 @@ __global__ void attention(const __grid_constant__ Inputs in) {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       uint32_t a[4];
-      load_transposed(
-          a, values + value_row * kRowBytes + (((2 * i + value_piece) ^ (value_row & 7)) * 16));
+      load_transposed(a, values + in_tile(value_row, i / 4, i % 4 * 2 + value_piece));
       product<Elem>(out[i], a, b0, b1);
     }
 
@@ -693,7 +567,7 @@ __global__ void attention(const __grid_constant__ Inputs in) {
       }
     }
     if (tile + 1 < chunk.end) {
-      request = load(in.requests + ++index);
+      request = load(in.from.requests + ++index);
       if (FUSED) load_angles();
       begin_request();
     }
@@ -715,7 +589,7 @@ EXPORT(plan_decode_attention) {
 //  chunks, requests, partial, stats, arrived, scale); FUSED: (qkv [batch, (heads + 2 kv_heads) dim],
 //  and then q_weight [dim] or None, k_weight, eps, cos_sin [positions, dim])
 EXPORT(decode_attention) {
-  constexpr int kShared = WARPS * STAGES * kStageBytes;
+  constexpr int kShared = WARPS * (kRingBytes + kBarrierBytes) + (BOXES ? kRingAlign : 0);
   static int ready = -1;  // the device on which the kernel may take that much shared memory
   const int device = args.tensor(0)->device.device_id;
   if (ready != device) {
@@ -727,16 +601,23 @@ EXPORT(decode_attention) {
   Inputs in;
   in.q = args.data<const Elem>(0);
   in.out = args.data<Elem>(1);
-  in.k = args.data<char>(2);
-  in.v = args.data<char>(3);
-  in.page_table = args.data<const int>(4);
+  in.from.k = args.data<char>(2);
+  in.from.v = args.data<char>(3);
+  in.from.page_table = args.data<const int>(4);
+  in.from.requests = args.data<const Request>(6);
+  in.from.slot_bytes = args.stride(2, 0) * 2;
+  in.from.columns = args.stride(4, 0);
+#if BOXES
+  const int64_t slots = args.size(2, 0), parts = args.size(2, 1) * kRowBytes / 128;
+  const auto map = [&](CUtensorMap* to, const char* of) {
+    return make_box_map(to, of, slots, parts, in.from.slot_bytes, kTile, HEAD_DIM / 64);
+  };
+  if (map(&in.from.keys, in.from.k) || map(&in.from.values, in.from.v)) return -1;
+#endif
   in.chunks = args.data<const Chunk>(5);
-  in.requests = args.data<const Request>(6);
   in.partial = args.data<float>(7);
   in.stats = args.data<float2>(8);
   in.arrived = args.data<int>(9);
-  in.slot_bytes = args.stride(2, 0) * 2;
-  in.columns = args.stride(4, 0);
   in.kv_heads = static_cast<int>(args.size(2, 1));
   in.max_chunks = static_cast<int>(args.size(5, 0));
   in.scale = args.number(10) * 1.4426950408889634f;

@@ -12,10 +12,12 @@ namespace minisgl {
 
 constexpr int kChunk = 64;  // elements of 2 bytes of a row in a tile: 128 bytes, the widest swizzle
 
-// A map of a row-major matrix for copies of tiles [tile_rows, 64], swizzled by 128 bytes. What lies
-// outside the matrix comes as zeros. 0, or an error was set.
-inline int make_map(CUtensorMap* map, const void* data, uint64_t rows, uint64_t columns,
-                    uint32_t tile_rows) {
+// A map of elements of 2 bytes for copies that are swizzled by 128 bytes: `sizes` and `box` from the
+// inmost dimension on, `strides` in bytes from the next one on. What lies outside comes as zeros. 0,
+// or an error was set.
+template <int DIMS>
+int make_map(CUtensorMap* map, const void* data, const cuuint64_t (&sizes)[DIMS],
+             const cuuint64_t (&strides)[DIMS - 1], const cuuint32_t (&box)[DIMS]) {
   static decltype(&cuTensorMapEncodeTiled) encode = nullptr;  // of the driver, which is not linked
   if (encode == nullptr) {
     cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
@@ -27,13 +29,28 @@ inline int make_map(CUtensorMap* map, const void* data, uint64_t rows, uint64_t 
     if (found != cudaDriverEntryPointSuccess) return failed("the driver has no tensor maps");
     encode = reinterpret_cast<decltype(encode)>(function);
   }
-  const cuuint64_t sizes[2] = {columns, rows}, strides[1] = {columns * 2};
-  const cuuint32_t box[2] = {kChunk, tile_rows}, steps[2] = {1, 1};
+  cuuint32_t steps[DIMS];
+  for (cuuint32_t& step : steps) step = 1;
+  // Promotion to more bytes than a copy has would cost rates near the memory's own.
   const CUresult result = encode(
-      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(data), sizes, strides, box, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, DIMS, const_cast<void*>(data), sizes, strides, box,
+      steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? 0 : failed("the driver refuses a tensor map");
+}
+
+// Of a row-major matrix, for copies of tiles [tile_rows, 64].
+inline int make_tile_map(CUtensorMap* map, const void* data, uint64_t rows, uint64_t columns,
+                         uint32_t tile_rows) {
+  return make_map<2>(map, data, {columns, rows}, {columns * 2}, {kChunk, tile_rows});
+}
+
+// Of rows of `parts` times 64 elements, for copies of boxes: some neighbouring parts, one behind the
+// other, each of [box_rows, 64].
+inline int make_box_map(CUtensorMap* map, const void* data, uint64_t rows, uint64_t parts,
+                        uint64_t row_bytes, uint32_t box_rows, uint32_t box_parts) {
+  return make_map<3>(map, data, {kChunk, rows, parts}, {row_bytes, kChunk * 2},
+                     {kChunk, box_rows, box_parts});
 }
 
 // As `launch`, in clusters of blocks that share their shared memory.
@@ -99,6 +116,21 @@ __device__ inline void copy_tile(uint32_t to, const CUtensorMap* map, int row, i
       "[%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier)
       : "memory");
 }
+
+// The box whose first element is [row, part, 0]; its memory leaves the L2 cache before other.
+__device__ inline void copy_box_once(uint32_t to, const CUtensorMap* map, int row, int part,
+                                     uint32_t barrier) {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to), "l"(map), "r"(0), "r"(row),
+      "r"(part), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+// What this thread sees and wrote, in the device's memory and in shared memory, the accelerator sees.
+__device__ inline void publish_all() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 // What this thread can see of the device's memory, the accelerator sees after this.
 __device__ inline void publish_memory() {

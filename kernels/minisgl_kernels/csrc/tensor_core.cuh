@@ -11,14 +11,9 @@ __device__ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// 16 bytes, past the L1 cache. ROW_BYTES, 128 or 256, are read in all: the L2 cache may fetch them.
-template <int ROW_BYTES>
+// 16 bytes, past the L1 cache, and no more into the L2 cache: that would cost rates near the memory's.
 __device__ inline void copy_async(uint32_t to, const void* from) {
-  if constexpr (ROW_BYTES >= 256) {
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(to), "l"(from));
-  } else {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from));
-  }
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from));
 }
 
 // This thread's copies since the last group are a group.

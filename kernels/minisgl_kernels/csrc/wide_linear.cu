@@ -419,8 +419,8 @@ EXPORT(wide_linear) {
     raised = true;
   }
   CUtensorMap weight_map, token_map;
-  if (make_map(&weight_map, args.data<const void>(2), of.rows, of.k, kOutputs)) return -1;
-  if (make_map(&token_map, args.data<const void>(1), of.tokens, of.k, TOKENS)) return -1;
+  if (make_tile_map(&weight_map, args.data<const void>(2), of.rows, of.k, kOutputs)) return -1;
+  if (make_tile_map(&token_map, args.data<const void>(1), of.tokens, of.k, TOKENS)) return -1;
   const int stored = MODE == 2 ? of.rows / 2 : of.rows;
   const int64_t tiles = (stored + kOutputs - 1) / kOutputs;
   return launch_clusters(wide_linear, tiles * of.token_tiles * SPLIT, SPLIT, kThreads, shared,

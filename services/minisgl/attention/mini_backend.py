@@ -50,7 +50,7 @@ class MiniBackend(AttentionBackend):
             self._kernel = make(
                 max_batch=ctx.max_running, num_qo_heads=ctx.num_qo_heads,
                 num_kv_heads=ctx.num_kv_heads, head_dim=ctx.head_dim, dtype=ctx.dtype,
-                device=ctx.device,
+                device=ctx.device, page_size=ctx.page_size,
             )  # fmt: skip
         except KernelUnavailable as error:
             raise UsageError(f"--attention-backend mini: {error}; use fi") from None

@@ -9,6 +9,21 @@ from minisgl_kernels import decode_attention as decode
 from minisgl_kernels.qk_rope_store import qk_rope_store_reference
 from tests.unit.emulator import emulated_module
 
+PAGE = 16
+
+
+def dealt_slots(
+    lens: list[int], boxes: bool, random: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """A page table [B, width] of random slots, or of random pages, its rows' order, and the slots."""
+    width, batch = -(-(max(lens) + 3) // PAGE) * PAGE, len(lens)
+    if boxes:
+        pages = torch.randperm(batch * width // PAGE, generator=random).view(batch, -1)
+        table = (pages[:, :, None] * PAGE + torch.arange(PAGE)).view(batch, width).int()
+    else:
+        table = torch.randperm(batch * width, generator=random).view(batch, width).int()
+    return table, torch.randperm(batch, generator=random).int(), batch * width
+
 
 @pytest.fixture(autouse=True)
 def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,6 +32,7 @@ def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(family, "_made", {})
 
 
+@pytest.mark.parametrize("boxes", [False, True])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "dtype", "lens"),
     [
@@ -27,21 +43,21 @@ def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_decode_attention_is_exact_and_leaves_its_counters_at_zero(
-    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, lens: list[int],
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, lens: list[int], boxes: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """And gives the same bits, whichever part of a request is done last."""
     random = torch.Generator().manual_seed(len(lens))
-    width, batch = max(lens) + 3, len(lens)
-    slots = torch.randperm(batch * width, generator=random).view(batch, width).int()
-    rows = torch.randperm(batch, generator=random).int()
-    k, v = torch.randn(2, batch * width, kv_heads, dim, generator=random).to(dtype)
+    batch = len(lens)
+    slots, rows, count = dealt_slots(lens, boxes, random)
+    k, v = torch.randn(2, count, kv_heads, dim, generator=random).to(dtype)
     q = torch.randn(batch, heads, dim, generator=random).to(dtype)
     for row, length in zip(rows, lens, strict=True):
+        k[slots[row, length:]] = v[slots[row, length:]] = torch.nan  # what an earlier request left
         slots[row, length:] = 2**31 - 1  # never read: it would be out of range
     kernel = decode.DecodeAttention(
         max_batch=batch, num_qo_heads=heads, num_kv_heads=kv_heads, head_dim=dim, dtype=dtype,
-        device=torch.device("cpu"), sm_count=2,
+        device=torch.device("cpu"), sm_count=2, boxes=boxes,
     )  # fmt: skip
     kernel.plan(torch.tensor(lens, dtype=torch.int32), rows)
     chunks, requests = decode.plan_reference(
@@ -63,6 +79,7 @@ def test_decode_attention_is_exact_and_leaves_its_counters_at_zero(
     assert torch.equal(*results)
 
 
+@pytest.mark.parametrize("boxes", [False, True])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "dtype", "lens", "normalised"),
     [
@@ -72,19 +89,21 @@ def test_decode_attention_is_exact_and_leaves_its_counters_at_zero(
     ],
 )
 def test_attention_of_the_qkv_product_is_rope_and_store_and_attention(
-    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, lens: list[int], normalised: bool
-) -> None:
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, lens: list[int], normalised: bool,
+    boxes: bool,
+) -> None:  # fmt: skip
     random = torch.Generator().manual_seed(len(lens))
-    width, batch = max(lens) + 3, len(lens)
-    table = torch.randperm(batch * width, generator=random).view(batch, width).int()
-    rows = torch.randperm(batch, generator=random).int()
-    slots = torch.randn(2, batch * width, kv_heads, dim, generator=random).to(dtype)
+    batch = len(lens)
+    table, rows, count = dealt_slots(lens, boxes, random)
+    width = table.shape[1]
+    slots = torch.randn(2, count, kv_heads, dim, generator=random).to(dtype)
     qkv = torch.randn(batch, (heads + 2 * kv_heads) * dim, generator=random).to(dtype)
     weights = (torch.rand(2, dim, generator=random) + 0.5).to(dtype) if normalised else (None, None)
     cos_sin = torch.randn(width, dim, generator=random)
     positions = torch.tensor(lens) - 1
     new = torch.stack([table[row, at] for row, at in zip(rows, positions, strict=True)])
-    slots[:, new.long()] = torch.nan  # of no use before it is stored
+    for row, length in zip(rows, lens, strict=True):
+        slots[:, table[row, length - 1 :]] = torch.nan  # of no use before it is stored, or at all
     expected = slots.clone()
     q = qk_rope_store_reference(
         qkv, *weights, 1e-6, cos_sin, positions, new, *expected, heads, kv_heads
@@ -92,12 +111,12 @@ def test_attention_of_the_qkv_product_is_rope_and_store_and_attention(
     exact = decode.decode_attention_reference(q, *expected, table, lens, rows.tolist())
     kernel = decode.DecodeAttention(
         max_batch=batch, num_qo_heads=heads, num_kv_heads=kv_heads, head_dim=dim, dtype=dtype,
-        device=torch.device("cpu"), sm_count=2,
+        device=torch.device("cpu"), sm_count=2, boxes=boxes,
     )  # fmt: skip
     kernel.plan(torch.tensor(lens, dtype=torch.int32), rows)
     out = kernel.attention_of_qkv(qkv, *weights, 1e-6, cos_sin, *slots, table)
     close = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-4}
-    torch.testing.assert_close(slots, expected, **close)
+    torch.testing.assert_close(slots, expected, **close, equal_nan=True)
     for mine, want in zip(out.float(), exact, strict=True):
         assert (mine - want).norm() < 8e-3 * want.norm()
 

@@ -6,20 +6,25 @@
 
 #include "tensor_core.cuh"
 
-struct CUtensorMap {
+struct CUtensorMap {  // of [rows, parts, 64] elements of 2 bytes, in boxes [box_parts, box_rows, 64]
   const char* data;
-  int64_t rows, columns;
-  int tile_rows;
+  int64_t rows, parts, row_bytes;
+  int box_rows, box_parts;
 };
 
 namespace minisgl {
 
 constexpr int kChunk = 64;
 
-inline int make_map(CUtensorMap* map, const void* data, uint64_t rows, uint64_t columns,
-                    uint32_t tile_rows) {
-  *map = {static_cast<const char*>(data), int64_t(rows), int64_t(columns), int(tile_rows)};
+inline int make_box_map(CUtensorMap* map, const void* data, uint64_t rows, uint64_t parts,
+                        uint64_t row_bytes, uint32_t box_rows, uint32_t box_parts) {
+  *map = {static_cast<const char*>(data), int64_t(rows), int64_t(parts), int64_t(row_bytes),
+          int(box_rows), int(box_parts)};
   return 0;
+}
+inline int make_tile_map(CUtensorMap* map, const void* data, uint64_t rows, uint64_t columns,
+                         uint32_t tile_rows) {
+  return make_box_map(map, data, rows, columns / kChunk, columns * 2, tile_rows, 1);
 }
 
 template <class... P, class... A>
@@ -81,14 +86,14 @@ inline void wait_barrier(uint32_t barrier, uint32_t parity) {
 
 inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
 
-inline void copy_tile(uint32_t to, const CUtensorMap* map, int row, int column, uint32_t barrier) {
-  for (int r = 0; r < map->tile_rows; ++r) {
+inline void copy_box_once(uint32_t to, const CUtensorMap* map, int row, int part, uint32_t barrier) {
+  for (int i = 0; i < map->box_parts * map->box_rows; ++i) {
+    const int64_t y = row + i % map->box_rows, x = part + i / map->box_rows;
     for (int piece = 0; piece < 8; ++piece) {
-      const uint32_t at = (to & 0xffffff) + r * 128 + piece * 16;
+      const uint32_t at = (to & 0xffffff) + i * 128 + piece * 16;
       char* there = place((to & 0xff000000) | swizzled(at));
-      const int64_t y = row + r, x = column + piece * 8;
-      if (y < map->rows && x < map->columns) {
-        memcpy(there, map->data + (y * map->columns + x) * 2, 16);
+      if (y < map->rows && x < map->parts) {
+        memcpy(there, map->data + y * map->row_bytes + x * 128 + piece * 16, 16);
       } else {
         memset(there, 0, 16);
       }
@@ -96,10 +101,15 @@ inline void copy_tile(uint32_t to, const CUtensorMap* map, int row, int column, 
   }
   std::lock_guard<std::mutex> lock(barriers());
   Barrier& b = barrier_at(barrier);
-  b.bytes -= map->tile_rows * 128;
+  b.bytes -= map->box_parts * map->box_rows * 128;
   b.settle();
 }
 
+inline void copy_tile(uint32_t to, const CUtensorMap* map, int row, int column, uint32_t barrier) {
+  copy_box_once(to, map, row, column / kChunk, barrier);
+}
+
+inline void publish_all() {}
 inline void publish_memory() {}
 inline void prefetch_map(const CUtensorMap*) {}
 inline void arrive_cluster() { emulator::cluster_arrive(); }

@@ -13,8 +13,7 @@ inline char* shared_pointer(uint32_t at) {
   return static_cast<char*>(emulator::dynamic_shared()) + at;
 }
 
-template <int ROW_BYTES>
-void copy_async(uint32_t to, const void* from) {  // done at once: a missing wait does not show
+inline void copy_async(uint32_t to, const void* from) {  // done at once: a missing wait does not show
   memcpy(shared_pointer(to), from, 16);
 }
 
