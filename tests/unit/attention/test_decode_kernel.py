@@ -15,7 +15,7 @@ PAGE = 16
 def dealt_slots(
     lens: list[int], boxes: bool, random: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """A page table [B, width] of random slots, or of random pages, its rows' order, and the slots."""
+    """A page table [B, width] of random slots or pages, the order of its rows, and all slots."""
     width, batch = -(-(max(lens) + 3) // PAGE) * PAGE, len(lens)
     if boxes:
         pages = torch.randperm(batch * width // PAGE, generator=random).view(batch, -1)
