@@ -305,9 +305,11 @@ class _Reading:
             self._usage = chunk.usage or self._usage
             if not chunk.choices:
                 continue
-            record.end = now
             if record.first is None:
                 record.first = now
+            elif record.end is not None:
+                record.pause = max(record.pause, now - record.end)
+            record.end = now
             record.output_tokens += 1
             if record.output_tokens == self._planned.leave_after:
                 record.left = True

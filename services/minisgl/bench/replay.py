@@ -210,17 +210,17 @@ def scales_table(runs: Sequence[dict[str, Any]]) -> str:
     """Latencies over the scales as text, in milliseconds."""
     columns = [
         (f"{name.upper()} {part}", f"{name}_seconds", part)
-        for name in ("ttft", "tpot", "e2e")
+        for name in ("ttft", "tpot", "pause", "e2e")
         for part in ("p50", "p90", "p99")
     ]
-    lines = [f"{'scale':<7}{'req/s':>7}{'tok/s':>9}" + "".join(f"{c[0]:>10}" for c in columns)]
+    lines = [f"{'scale':<7}{'req/s':>7}{'tok/s':>9}" + "".join(f"{c[0]:>11}" for c in columns)]
     lines[0] += f"{'idle':>8}"
     for run in runs:
         line = f"{run['time_scale']:<7g}{run['offered_requests_per_second']:>7.2f}"
         line += f"{run['output_tokens_per_second']:>9.1f}"
         for _, key, part in columns:
             value = run[key][part]
-            line += f"{'-':>10}" if value is None else f"{value * 1e3:>10.1f}"
+            line += f"{'-':>11}" if value is None else f"{value * 1e3:>11.1f}"
         idle = run["server"]["idle_share"]
         lines.append(line + (f"{'-':>8}" if idle is None else f"{idle:>8.1%}"))
     return "\n".join(lines)

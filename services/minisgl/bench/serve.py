@@ -256,6 +256,7 @@ def _send(args: argparse.Namespace, target: Target) -> int:
     latencies = {
         "first token (TTFT)": report["ttft_seconds"],
         "each further (TPOT)": report["tpot_seconds"],
+        "longest pause": report["pause_seconds"],
         "whole request (E2E)": report["e2e_seconds"],
     }
     print(table(latencies, "milliseconds", 1e3))

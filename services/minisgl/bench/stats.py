@@ -24,6 +24,8 @@ class RequestRecord:
     end: float | None = None
     """When the last output token came, the client left, or the request failed."""
     output_tokens: int = 0
+    pause: float = 0.0
+    """Longest time from one piece of output to the next."""
     left: bool = False
     """The client went away before the end, on purpose."""
     error: str | None = None
@@ -96,6 +98,7 @@ def served_report(records: Sequence[RequestRecord]) -> dict[str, Any]:
         "requests_per_second": per(len(whole)),
         "ttft_seconds": summary([r.ttft for r in whole]),
         "tpot_seconds": summary([t for r in whole if (t := r.tpot) is not None]),
+        "pause_seconds": summary([r.pause for r in whole if r.output_tokens > 1]),
         "e2e_seconds": summary([r.e2e for r in whole]),
     }
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from minisgl.bench.client import Generator, Load, Planned, Target, look_at, plan
+from minisgl.bench.client import Generator, Load, Planned, Target, _Reading, look_at, plan
 from minisgl.bench.stats import RequestRecord
 from minisgl.config import UsageError
 from tests.unit.bench.sse_server import MAX_MODEL_LEN, SseServer
@@ -30,6 +30,15 @@ async def test_a_stream_is_read_to_its_end() -> None:
     assert (record.prompt_tokens, record.output_tokens) == (3, 4)
     assert record.first is not None and record.end is not None
     assert 0 <= record.start <= record.first <= record.end
+
+
+def test_the_longest_pause_is_the_one_between_two_pieces_of_output() -> None:
+    record, times = RequestRecord(start=0.0, prompt_tokens=3), iter([9.0, 9.5, 12.0, 13.0, 20.0])
+    reading = _Reading(Planned([5, 6, 7], 4), record, lambda: next(times))
+    text = b'data: {"choices": [{"text": "a", "finish_reason": null}]}'
+    for event in (text, text, text, text, b": keep-alive"):
+        reading.take([event])
+    assert (record.first, record.end, record.pause) == (9.0, 13.0, 2.5)
 
 
 async def test_the_request_asks_for_the_full_length_and_for_usage() -> None:

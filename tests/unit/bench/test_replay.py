@@ -109,13 +109,13 @@ def run_of(scale: float, idle: float | None) -> dict[str, object]:
     return {
         "time_scale": scale, "offered_requests_per_second": 2.0, "output_tokens_per_second": 9.0,
         "ttft_seconds": figures, "tpot_seconds": summary([]), "e2e_seconds": figures,
-        "server": {"idle_share": idle},
+        "pause_seconds": figures, "server": {"idle_share": idle},
     }  # fmt: skip
 
 
 def test_the_table_has_a_line_for_each_scale() -> None:
     head, first, second = scales_table([run_of(0.4, 0.25), run_of(1.6, None)]).splitlines()
-    assert "TTFT p99" in head and "TPOT p50" in head and "E2E p90" in head
+    assert "TTFT p99" in head and "TPOT p50" in head and "PAUSE p99" in head and "E2E p90" in head
     assert first.startswith("0.4") and "25.0%" in first and "150.0" in first
     assert second.startswith("1.6") and second.endswith("-")
 

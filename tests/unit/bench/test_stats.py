@@ -9,7 +9,7 @@ from minisgl.bench.plot import plot_served
 from minisgl.bench.stats import RequestRecord, served_report, summary, table, write_json
 
 RECORDS = [
-    RequestRecord(start=0.0, prompt_tokens=10, first=1.0, end=4.0, output_tokens=4),
+    RequestRecord(start=0.0, prompt_tokens=10, first=1.0, end=4.0, output_tokens=4, pause=2.5),
     RequestRecord(start=1.0, prompt_tokens=10, first=1.5, end=1.5, output_tokens=1),
     RequestRecord(start=2.0, prompt_tokens=10, first=2.5, end=3.0, output_tokens=2, left=True),
     RequestRecord(start=3.0, prompt_tokens=10, end=5.0, error="HTTP 500"),
@@ -42,6 +42,7 @@ def test_latencies_are_those_of_whole_answers() -> None:
     report = served_report(RECORDS)
     assert report["ttft_seconds"]["count"] == 2 and report["ttft_seconds"]["max"] == 1.0
     assert report["tpot_seconds"]["count"] == 1 and report["tpot_seconds"]["p50"] == 1.0
+    assert report["pause_seconds"]["count"] == 1 and report["pause_seconds"]["max"] == 2.5
     assert report["e2e_seconds"]["max"] == 4.0
 
 
