@@ -29,7 +29,7 @@ for part in "${@:-all}"; do
     load) run 45 load $scaling load /tmp/checkpoint ;;
     speed) run "${SPEED_SECONDS:-200}" speed $scaling speed "$out" $SPEED ;;
     ways) run 90 ways $scaling speed "$out" --models qwen3-14b --ranks 2,4 --ways symmetric,torch --workloads decode-1,decode-32 ;;
-    ranks) run 200 ranks python3 -m pytest -o addopts= -q -s tests/gpu/test_nccl.py tests/gpu/test_tp.py ;;
+    ranks) run 200 ranks python3 -m pytest -o addopts= -q -n 4 --dist loadgroup tests/gpu/test_nccl.py tests/gpu/test_tp.py ;;
     all) sh "$0" "$out" serve nccl load speed ;;
     *) echo "unknown part $part: serve, nccl, load, speed, ways, ranks, all" >&2 && exit 2 ;;
     esac

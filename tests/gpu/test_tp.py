@@ -23,6 +23,8 @@ SHAPES = {
     "llama-9-3": {"head_dim": 64, "hidden_size": 576},
     "qwen3-moe": {"head_dim": 64, "hidden_size": 128, "moe_intermediate_size": 128},
 }
+FAMILIES = [pytest.param(family, marks=pytest.mark.xdist_group(family)) for family in SHAPES]
+"""For `-n 4 --dist loadgroup`: one process keeps the outputs that several tests compare with."""
 LOST_SECONDS = 20.0
 SIZES = [size for size in (2, 4) if size <= torch.cuda.device_count()]
 
@@ -87,7 +89,7 @@ def test_a_rank_that_is_killed_ends_a_run(folders: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("ranks", SIZES)
-@pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_ranks_give_exactly_the_tokens_of_one_in_float32(
     family: str, ranks: int, folders: dict[str, Path]
 ) -> None:
@@ -99,7 +101,7 @@ def test_ranks_give_exactly_the_tokens_of_one_in_float32(
 
 
 @pytest.mark.parametrize("ranks", SIZES)
-@pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_ranks_are_as_near_to_float32_as_one(
     family: str, ranks: int, folders: dict[str, Path],
     greedy: Callable[[str, int], list[GenerationOutput]],
@@ -110,6 +112,7 @@ def test_ranks_are_as_near_to_float32_as_one(
     assert several < 1.3 * one + 0.01
 
 
+@pytest.mark.xdist_group("qwen3")
 @pytest.mark.parametrize(("pynccl", "symmetric"), [(True, "1"), (False, "0")])
 def test_the_way_to_nccl_changes_no_token(
     pynccl: bool, symmetric: str, folders: dict[str, Path],
