@@ -13,6 +13,7 @@ _family = Family(
     "silu_and_mul",
     "silu_and_mul",
     lambda width, dtype: {"ELEMENT": cuda_type(dtype), "WIDTH_OF_ROW": width},
+    joined=True,
 )
 
 

@@ -8,7 +8,7 @@ from minisgl_kernels.cuda_build import Family
 
 BlockTable = Callable[..., None]
 
-_family = Family("block_table", "block_table", dict)
+_family = Family("block_table", "block_table", dict, joined=True)
 
 
 def block_table_reference(

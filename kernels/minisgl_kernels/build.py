@@ -181,6 +181,11 @@ def build_results(results: Sequence[Result], make: Make) -> Path:
     return root
 
 
+def is_kept(result: Result) -> bool:
+    """Whether a result need not be made."""
+    return result.within(cache_root()).exists()
+
+
 def _build(results: Sequence[Result], make: Make, root: Path) -> None:
     """Raises `OSError` if the results cannot be kept there."""
     if all(result.within(root).exists() for result in results):

@@ -10,6 +10,7 @@ torch's current stream, never wait for the device and allocate nothing, so they 
 a CUDA graph. The current device must be the one of the tensors.
 """
 
+import itertools
 import logging
 import os
 import platform
@@ -35,6 +36,7 @@ from minisgl_kernels.build import (
     Result,
     build_results,
     compile_file,
+    is_kept,
     load_result,
     refuse_if_disabled,
     source_key,
@@ -47,7 +49,7 @@ MIN_CAPABILITY = (8, 0)
 MAX_COMPILERS = 16
 """Each takes up to 0.5 GB of memory."""
 MAX_JOINED = 32
-"""Most variants of one source."""
+"""Most variants that are compiled as one source."""
 CUDA_TYPES = {
     torch.bfloat16: "__nv_bfloat16",
     torch.float16: "__half",
@@ -119,16 +121,17 @@ def _variant(
 
 
 def _maker(variants: Sequence[_Variant]) -> Make:
-    """Compiles those of these variants of one source that are wanted into one library."""
+    """Compiles those of these variants that are wanted, which have one command, to one library."""
 
     def make(wanted: Sequence[Result], made: Path) -> None:
         some = [variant for variant in variants if variant.result in wanted]
-        source, command = some[0].source, some[0].command
         written = made.with_suffix(".cu")
+        folders = dict.fromkeys(f"-I{variant.source.parent}" for variant in some)
         try:
             written.write_text(joined_text([(v.source, v.macros, v.result.key) for v in some]))
             compile_file(
-                (*command, f"-I{source.parent}", "-o", str(made), str(written)), source.name
+                (*some[0].command, *folders, "-o", str(made), str(written)),
+                ", ".join(dict.fromkeys(variant.source.name for variant in some)),
             )
         finally:
             written.unlink(missing_ok=True)
@@ -144,16 +147,21 @@ def joined_text(variants: Sequence[tuple[Path, Mapping[str, str | int], str]]) -
     texts = [variant_text(*variant) for variant in variants]
     if len(texts) == 1:
         return texts[0]
-    includes = re.findall(r"^#include.*\n", variants[0][0].read_text("utf-8"), re.MULTILINE)
+    sources = dict.fromkeys(source for source, _, _ in variants)
+    found = (re.findall(r"^#include.*", one.read_text("utf-8"), re.MULTILINE) for one in sources)
+    includes = dict.fromkeys(itertools.chain.from_iterable(found))
     spaces = [f"namespace v{i} {{\n{text}}}\n" for i, text in enumerate(texts)]
-    return "".join(includes + spaces)
+    return "".join([*(f"{line}\n" for line in includes), *spaces])
 
 
 def variant_text(source: Path, macros: Mapping[str, str | int], key: str) -> str:
-    """A source with its macros, in the place of those of a variant before."""
-    defined = {**macros, "EXPORT_SUFFIX": f"_{key}"}
-    lines = [f"#undef {name}\n#define {name} {value}\n" for name, value in defined.items()]
-    return "".join(lines) + f'#include "{source.name}"\n'
+    """A source with its macros, which are gone behind it."""
+    return "".join((
+        f"#undef EXPORT_SUFFIX\n#define EXPORT_SUFFIX _{key}\n",
+        *(f"#define {name} {value}\n" for name, value in macros.items()),
+        f'#include "{source.name}"\n',
+        *(f"#undef {name}\n" for name in macros),
+    ))  # fmt: skip
 
 
 def nvcc_command(capability: tuple[int, int], flags: Sequence[str] = ()) -> tuple[str, ...]:
@@ -204,8 +212,8 @@ class Family:
     ) -> None:  # fmt: skip
         """`macros` makes those of a signature's parts, or raises `KernelUnavailable`.
 
-        `joined`: several variants are compiled as one source, which takes a fifth of the time each.
-        No header of the source may depend on the macros.
+        `joined`: compiled with others as one source, which takes a fifth of the time for each. No
+        header of its source may depend on the macros.
         """
         self._source, self._function = source, function
         self._macros, self._flags = macros, flags
@@ -245,17 +253,11 @@ class Family:
             raise made
         return made
 
-    def missing(self, signatures: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-        """Those of the signatures that were not called yet, each once."""
-        return [one for one in dict.fromkeys(signatures) if one not in self._made]
-
-    def compile(self, signatures: Sequence[tuple[Any, ...]]) -> None:
-        """Have these variants of a joined family in the cache, those that are not there in one
-        library. Raises `KernelUnavailable`, perhaps because of one of them."""
-        variants = [
-            _variant(self._source, self._macros(*one), self._flags, CSRC) for one in signatures
-        ]
-        build_results([variant.result for variant in variants], _maker(variants))
+    def variant(self, signature: tuple[Any, ...]) -> _Variant | None:
+        """What is to be compiled for a signature. Raises `KernelUnavailable`."""
+        if signature in self._made:
+            return None
+        return _variant(self._source, self._macros(*signature), self._flags, CSRC)
 
 
 Variant = tuple[Family, tuple[Any, ...]]
@@ -282,29 +284,33 @@ def prepare(wanted: Iterable[Variant]) -> None:
     Signatures that have no kernel are left out: their calls say so.
     """
 
-    by_family: dict[Family, list[tuple[Any, ...]]] = {}
-    for family, signature in wanted:
-        by_family.setdefault(family, []).append(signature)
+    wanted = list(dict.fromkeys(wanted))
     workers = min(usable_cpus(), MAX_COMPILERS)
-    tasks: list[tuple[Family, list[tuple[Any, ...]]]] = []
-    for family, signatures in by_family.items():
-        some = family.missing(signatures)
-        # Each source has a bit of everything: neighbours take equally long.
-        count = max(workers, -(-len(some) // MAX_JOINED)) if family.joined else len(some)
-        tasks += [(family, part) for i in range(count) if (part := some[i::count])]
-    tasks.sort(key=lambda task: -len(task[1]))
+    joined: dict[tuple[str, ...], dict[str, _Variant]] = {}
+    for family, signature in wanted:
+        with suppress(KernelUnavailable):
+            if family.joined and (one := family.variant(signature)) and not is_kept(one.result):
+                joined.setdefault(one.command, {})[one.result.key] = one
+    parts: list[list[_Variant]] = []
+    for some in map(list, map(dict.values, joined.values())):
+        # Each part has a bit of everything, so that all take about equally long.
+        count = max(workers, -(-len(some) // MAX_JOINED))
+        parts += [some[i::count] for i in range(min(count, len(some)))]
 
-    def compile_some(task: tuple[Family, list[tuple[Any, ...]]]) -> None:
-        family, signatures = task
-        if len(signatures) > 1:
-            with suppress(KernelUnavailable):
-                family.compile(signatures)
-        for signature in signatures:
-            with suppress(KernelUnavailable):
-                family[signature]
+    def compile_part(part: list[_Variant]) -> None:
+        with suppress(KernelUnavailable):  # perhaps because of one of them
+            build_results([variant.result for variant in part], _maker(part))
+
+    def load(variant: Variant) -> None:
+        family, signature = variant
+        with suppress(KernelUnavailable):
+            family[signature]
 
     with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(compile_some, tasks))
+        alone = pool.map(load, [variant for variant in wanted if not variant[0].joined])
+        list(pool.map(compile_part, parts))
+        list(alone)
+        list(pool.map(load, [variant for variant in wanted if variant[0].joined]))
 
 
 def check_tools() -> None:

@@ -8,7 +8,7 @@ from minisgl_kernels.cuda_build import Family
 
 DecodeInputs = Callable[..., None]
 
-_family = Family("decode_inputs", "decode_inputs", dict)
+_family = Family("decode_inputs", "decode_inputs", dict, joined=True)
 
 
 def decode_inputs_reference(

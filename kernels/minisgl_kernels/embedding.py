@@ -8,7 +8,7 @@ from minisgl_kernels.cuda_build import Family
 
 Embedding = Callable[[torch.Tensor, torch.Tensor, int, int], torch.Tensor]
 
-_family = Family("embedding", "embedding", lambda row_bytes: {"ROW_BYTES": row_bytes})
+_family = Family("embedding", "embedding", lambda row_bytes: {"ROW_BYTES": row_bytes}, joined=True)
 
 
 def embedding_reference(

@@ -24,7 +24,7 @@ def _macros(dtype: torch.dtype, vocab_size: int) -> dict[str, str | int]:
     return cluster_macros(dtype, vocab_size, _KEY_BYTES, _STATIC_BYTES) | {"THREADS": THREADS}
 
 
-_family = Family("filter_bounds", "filter_bounds", _macros)
+_family = Family("filter_bounds", "filter_bounds", _macros, joined=True)
 
 
 def filter_bounds(

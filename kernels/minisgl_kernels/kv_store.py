@@ -8,7 +8,7 @@ from minisgl_kernels.cuda_build import Family
 
 StoreKV = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
-_family = Family("kv_store", "store_kv", lambda row_bytes: {"ROW_BYTES": row_bytes})
+_family = Family("kv_store", "store_kv", lambda row_bytes: {"ROW_BYTES": row_bytes}, joined=True)
 
 
 def store_kv_reference(

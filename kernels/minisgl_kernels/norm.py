@@ -30,8 +30,8 @@ def _macros(hidden: int, dtype: torch.dtype) -> dict[str, str | int]:
     }  # fmt: skip
 
 
-_plain = Family("norm", "rms_norm", _macros)
-_adding = Family("norm", "add_rms_norm", _macros)
+_plain = Family("norm", "rms_norm", _macros, joined=True)
+_adding = Family("norm", "add_rms_norm", _macros, joined=True)
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -20,7 +20,7 @@ def _macros(head_dim: int, dtype: torch.dtype, norm: bool) -> dict[str, str | in
     return {"ELEMENT": cuda_type(dtype), "DIM": head_dim, "NORM": int(norm)}
 
 
-_family = Family("qk_rope_store", "qk_rope_store", _macros)
+_family = Family("qk_rope_store", "qk_rope_store", _macros, joined=True)
 
 
 def qk_rope_store_reference(

@@ -34,7 +34,7 @@ def _macros(dtype: torch.dtype, norm: bool, mode: int) -> dict[str, str | int]:
     return {"ELEMENT": cuda_type(dtype), "NORM": int(norm), "MODE": mode}
 
 
-_family = Family("skinny_linear", "skinny_linear", _macros)
+_family = Family("skinny_linear", "skinny_linear", _macros, joined=True)
 
 
 def max_tokens() -> int:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import subprocess
 import sys
 import types
@@ -11,7 +12,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from minisgl_kernels import build, cuda_build, embedding, norm, qk_rope_store
+from minisgl_kernels import (
+    activation,
+    block_table,
+    build,
+    cuda_build,
+    decode_inputs,
+    embedding,
+    filter_bounds,
+    kv_store,
+    norm,
+    qk_rope_store,
+    skinny_linear,
+    wide_linear,
+)
 from minisgl_kernels.build import CSRC, KernelUnavailable
 from minisgl_kernels.cuda_build import (
     Family,
@@ -23,6 +37,10 @@ from minisgl_kernels.cuda_build import (
 )
 
 BF16 = {"ELEMENT": "__nv_bfloat16"}
+JOINED = (
+    activation, block_table, decode_inputs, embedding, filter_bounds, kv_store, norm,
+    qk_rope_store, skinny_linear, wide_linear,
+)  # fmt: skip
 SOURCES = {
     "embedding": {"ROW_BYTES": 2048},
     "kv_store": {"ROW_BYTES": 2048},
@@ -45,8 +63,8 @@ class Loaded:
 
     def __getattr__(self, name: str):
         function, key = name.rsplit("_", 1)
-        before = self._text.partition(f"EXPORT_SUFFIX _{key}\n")[0].splitlines()
-        return lambda: (function, before[-3])
+        behind = self._text.partition(f"EXPORT_SUFFIX _{key}\n")[2]
+        return lambda: (function, behind.splitlines()[0])
 
 
 @pytest.fixture
@@ -233,6 +251,23 @@ def test_joined_variants_are_compiled_as_one_source_for_each_core(machine, joine
     assert len({path.stat().st_ino for path in machine.loaded}) == 2
 
 
+def test_sources_of_several_families_are_joined_and_alike_variants_once(
+    machine, joined, monkeypatch
+):
+    (machine.csrc / "other.cu").write_text("// another kernel\n")
+    other = Family("other", "run", lambda width: {"WIDTH": width}, joined=True)
+    again = Family("other", "also", lambda width: {"WIDTH": width}, joined=True)
+    flagged = Family("other", "run", lambda width: {"WIDTH": width}, ("-fmad=false",), joined=True)
+    monkeypatch.setattr(cuda_build, "usable_cpus", lambda: 1)
+    prepare((family, (3,)) for family in (joined, other, again, flagged))
+    assert ["-fmad=false" in line for line in machine.compiled()] == [False, True]
+    assert joined[3,]() == ("run", "#define SIZE 3")
+    assert again[3,]() == ("also", "#define WIDTH 3")
+    (text,) = {path.read_text() for path in machine.loaded if path.name == "kernel.so"}
+    assert text.count('#include "other.cu"') == 1
+    assert text.index("#undef SIZE") < text.index("#define WIDTH")
+
+
 def test_a_source_has_no_more_than_so_many_variants(machine, joined, monkeypatch):
     monkeypatch.setattr(cuda_build, "MAX_JOINED", 3)
     prepare((joined, (size,)) for size in range(10))
@@ -245,6 +280,22 @@ def test_what_was_compiled_together_is_found_one_by_one_at_the_next_start(machin
     prepare((again, (size,)) for size in (5, 0, 3))
     assert again[3,]() == ("run", "#define SIZE 3")
     assert len(machine.compiled()) == 2
+
+
+@pytest.mark.parametrize("module", JOINED, ids=lambda module: module.__name__.rpartition(".")[2])
+def test_no_header_of_a_joined_source_depends_on_its_macros(module):
+    families = [one for one in vars(module).values() if isinstance(one, Family)]
+    assert all(family.joined for family in families)
+    name = families[0]._source
+    seen, todo = set(), [CSRC / f"{name}.cu"]
+    while todo:
+        found = re.findall(r'^#include "(.*)"', todo.pop().read_text(), re.MULTILINE)
+        new = {CSRC / header for header in found} - seen
+        seen |= new
+        todo += new
+    assert seen
+    words = set(re.findall(r"\w+", " ".join(header.read_text() for header in seen)))
+    assert words.isdisjoint(SOURCES.get(name, {}))
 
 
 def test_only_what_is_missing_is_compiled(machine, joined):
@@ -345,13 +396,30 @@ def test_the_cuda_source_compiles(name, tmp_path):
         command = nvcc_command((9, 0), ("-Werror=all-warnings",))
     except KernelUnavailable as error:
         pytest.skip(str(error))
-    macros, source = SOURCES[name], tmp_path / "joined.cu"
-    joined = [(CSRC / f"{name}.cu", macros, "0")]
-    if name == "wide_linear":
-        joined.append((CSRC / f"{name}.cu", {**macros, "TOKENS": 8}, "1"))
-    source.write_text(joined_text(joined))
+    source = tmp_path / "joined.cu"
+    source.write_text(joined_text([(CSRC / f"{name}.cu", SOURCES[name], "0")]))
+    _compile([*command, f"-I{CSRC}"], source, tmp_path)
+
+
+def test_all_joined_sources_compile_as_one(tmp_path):
+    pytest.importorskip("tvm_ffi", reason="needs TVM FFI: pip install apache-tvm-ffi")
+    try:
+        command = nvcc_command((9, 0), ("-Werror=all-warnings",))
+    except KernelUnavailable as error:
+        pytest.skip(str(error))
+    source = tmp_path / "joined.cu"
+    variants = [(CSRC / f"{name}.cu", macros, name) for name, macros in SOURCES.items()]
+    variants.append((CSRC / "norm.cu", norm._macros(128, torch.bfloat16), "more"))
+    source.write_text(joined_text(variants))
+    library = _compile([*command, f"-I{CSRC}"], source, tmp_path)
+    exported = re.findall(rb"__tvm_ffi_(\w+)", library.read_bytes())
+    assert {b"sample_sample", b"rms_norm_norm", b"rms_norm_more"} <= set(exported)
+
+
+def _compile(command: list[str], source: Path, folder: Path) -> Path:
+    out = folder / "out.so"
     done = subprocess.run(
-        [*command, f"-I{CSRC}", "-o", str(tmp_path / "out.so"), str(source)],
-        capture_output=True, text=True, timeout=170,
-    )  # fmt: skip
+        [*command, "-o", str(out), str(source)], capture_output=True, text=True, timeout=170
+    )
     assert done.returncode == 0, done.stderr
+    return out
