@@ -235,7 +235,7 @@ def test_backends_agree(
 @pytest.fixture
 def no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that are compared bit by bit must not time their products: two trials may differ."""
-    monkeypatch.setattr("minisgl.models.decoder.Decoder.choose_products", lambda *_: {})
+    monkeypatch.setattr("minisgl.models.decoder.Decoder.trial", lambda *_: None)
 
 
 def test_overlap_changes_no_token(folders: Folders, no_trial: None) -> None:

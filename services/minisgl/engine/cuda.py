@@ -14,7 +14,7 @@ the next step waits for it before anything that could write where it reads.
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ from minisgl.engine.step_arrays import (
     token_fields,
 )
 from minisgl_kernels.build import KernelUnavailable
-from minisgl_kernels.cuda_build import collected, prepare
+from minisgl_kernels.cuda_build import Variant, collected, prepare
 from minisgl_kernels.decode_inputs import decode_inputs_function, decode_inputs_reference
 from minisgl_kernels.filter_bounds import filter_bounds_function
 from minisgl_kernels.sample import sample_function
@@ -105,13 +105,17 @@ class CudaRunner:
         self._sample_kernel, self._inputs_kernel = sample_function(), decode_inputs_function()
         self._bounds_kernel = filter_bounds_function()
 
-    def compile_kernels(self, steps: Sequence[StepInput]) -> None:
-        """Compile the kernels that these steps call, at the same time and not one by one, and do
-        without one of this object's own that the device cannot have."""
+    def kernels_of(self, steps: Sequence[StepInput]) -> list[Variant]:
+        """The kernels that these steps call and that are not compiled yet."""
         with collected() as wanted:
             self._try_kernels()
             for step in steps:
                 self.forward(step).wait()
+        return wanted
+
+    def compile_kernels(self, wanted: Iterable[Variant]) -> None:
+        """Compile kernels at the same time and not one by one, and do without one of this object's
+        own that the device cannot have."""
         prepare(wanted)
         self._try_kernels()
 

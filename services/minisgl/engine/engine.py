@@ -232,9 +232,13 @@ class Engine(StepEngine):
         )  # fmt: skip
         self._runner = runner
         few, many = 1, min(64, self.max_seq_len, config.max_prefill_tokens)
-        runner.compile_kernels([tables.dummy_step([0], [n]) for n in (few, many)])
-        chosen = network.model.choose_products(attention.fuses)
-        own = {tokens: asdict(way) for tokens, way in chosen.items()}
+        # What the model calls without a choice is asked first: the trial may know one already.
+        wanted = runner.kernels_of([tables.dummy_step([0], [n]) for n in (few, many)])
+        trial = network.model.trial(attention.fuses)
+        runner.compile_kernels([*wanted, *([] if trial is None else trial.variants())])
+        if trial is not None:
+            trial.run()
+        own = {tokens: asdict(way) for tokens, way in network.model.chosen.items()}
         most = CUDA_GRAPH_MAX_BS if config.cuda_graph_max_bs is None else config.cuda_graph_max_bs
         sizes = graph_sizes(min(most, requests))
         for able, what in (

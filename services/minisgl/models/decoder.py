@@ -19,7 +19,7 @@ from minisgl.layers.sharding import HeadShard, Shard, even_shard, head_shard
 from minisgl.models.config import ModelConfig
 from minisgl.models.packed import PackedDecoder
 from minisgl.models.products import NAMES, Choice, Kernels, Way, Ways
-from minisgl.models.trial import run_trial
+from minisgl.models.trial import Trial
 from minisgl.moe.layer import MoeMLP
 from minisgl_kernels import skinny_linear, wide_linear
 from minisgl_kernels.build import KernelUnavailable
@@ -269,13 +269,12 @@ class Decoder(BaseOP):
         self._choice = Choice()
         self._device = device
 
-    @torch.inference_mode()
-    def choose_products(self, fuses: int = 0) -> dict[int, Ways]:
-        """Time who computes products of few tokens faster. On CUDA, and not on the default
-        stream. Attention of up to `fuses` tokens turns the heads by itself."""
+    def trial(self, fuses: int = 0) -> Trial | None:
+        """What finds out who computes products of few tokens faster, if that is a question here.
+        Attention of up to `fuses` tokens turns the heads by itself."""
         dense = [layer for layer in self._layers if isinstance(layer.mlp, MLP)]
         if not self._own or not dense:
-            return {}
+            return None
         skinny, wide = self._steps
         self._kernels = kernels = Kernels(
             skinny=skinny_linear.skinny_linear_function() if skinny else None,
@@ -286,7 +285,7 @@ class Decoder(BaseOP):
             wide_tokens=wide_linear.max_tokens(),
         )
         if not kernels.most:
-            return {}
+            return None
         some = dense[: min(len(dense), TIMED_LAYERS)]
 
         def table_for(tokens: int) -> torch.Tensor | None:
@@ -327,8 +326,12 @@ class Decoder(BaseOP):
                 wide_linear.MODES, strict=True,
             )
         }  # fmt: skip
-        run_trial(self._choice, kernels, shapes, turned_heads, len(some), calls)
-        return self._choice.chosen
+        return Trial(self._choice, kernels, shapes, turned_heads, len(some), calls)
+
+    @property
+    def chosen(self) -> dict[int, Ways]:
+        """By numbers of tokens, who computes products; without own ones, nothing."""
+        return self._choice.chosen if self._kernels.most else {}
 
     @property
     def rotary(self) -> RotaryEmbedding:

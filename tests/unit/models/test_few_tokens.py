@@ -1,6 +1,7 @@
 """Few tokens go through a layer in another way, which gives the same."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from minisgl.models import products, trial
 from minisgl.models.products import Choice, Kernels, Option, Way, Ways
 from minisgl_kernels import skinny_linear, wide_linear
+from minisgl_kernels.build import KernelUnavailable
+from minisgl_kernels.cuda_build import Family
 from minisgl_kernels.measured import Measured
 from minisgl_kernels.skinny_linear import skinny_linear_reference
 from minisgl_kernels.wide_linear import (
@@ -85,8 +88,12 @@ def test_ways_are_timed_over_some_layers_that_hand_on_to_each_other(
     ready: list[bool] = []
     timed: list[list[bool]] = []
 
+    family = Family("kernel", "run", lambda *_: {})
+
     def wide(x: object, *args: object, **options: object) -> torch.Tensor:
         ready.append(isinstance(x, wide_linear.Normed))
+        with suppress(KernelUnavailable):
+            family[options["blocks"],]
         return wide_linear_reference(x, *args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(skinny_linear, "skinny_linear_function", lambda: None)
@@ -103,9 +110,19 @@ def test_ways_are_timed_over_some_layers_that_hand_on_to_each_other(
 
     monkeypatch.setattr(trial, "graph_seconds", seconds)
     monkeypatch.setattr(trial, "measured", lambda: Measured(tmp_path / "kept.json"))
-    assert {ways.down.way for ways in model.choose_products().values()} == {Way.WIDE}
+    assert model.chosen == {}
+    first = model.trial()
+    assert first is not None
+    to_compile = set(first.variants())
+    first.run()
+    assert {ways.down.way for ways in model.chosen.values()} == {Way.WIDE}
     _, own, *_ = timed
     assert own == [False] + [True] * (len(own) - 1), "the first norm alone is computed for itself"
     del timed[:]
-    assert {ways.down.way for ways in model.choose_products().values()} == {Way.WIDE}
+    model._choice = products.Choice()
+    second = model.trial()
+    assert second is not None
+    assert set(second.variants()) < to_compile, "kernels that were not chosen"
+    second.run()
+    assert {ways.down.way for ways in model.chosen.values()} == {Way.WIDE}
     assert not timed, "the next start reads what the first found"
