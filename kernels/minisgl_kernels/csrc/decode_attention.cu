@@ -51,6 +51,11 @@ __device__ void unpack(uint32_t both, float* to) {
   to[1] = to_float(two.of[1]);
 }
 
+// What keeps those of a pair of neighbouring rows that are among the next `valid` ones.
+__device__ uint32_t rows_kept(int valid) {
+  return valid >= 2 ? 0xffffffffu : valid == 1 ? 0xffffu : 0u;
+}
+
 // Over the lanes that hold the same column of an accumulator.
 __device__ float column_max(float x) {
 #pragma unroll
@@ -172,10 +177,11 @@ __device__ void fence() {
 #endif
 }
 
-// Copies behind this one see what this thread sees, and come behind what it did to shared memory.
-__device__ void publish() {
+// All that earlier kernels wrote can be read and copied after this.
+__device__ void wait_for_others() {
+  wait_for_previous();
 #if BOXES
-  publish_all();
+  publish_memory();
 #endif
 }
 
@@ -355,9 +361,8 @@ __global__ void attention(const __grid_constant__ Inputs in) {
 #pragma unroll
   for (int stage = 0; stage < STAGES - 1; ++stage) {
     if (!FUSED && !waited && ring.next_is_last()) {
-      wait_for_previous();
+      wait_for_others();
       waited = true;
-      publish();
     }
     ring.copy_next(stage);
   }
@@ -377,10 +382,7 @@ __global__ void attention(const __grid_constant__ Inputs in) {
     added.angles.load(in.k_weight, row, lane * NewToken::kEach);
   };
   if (FUSED) load_angles();  // no kernel writes these, either
-  if (!waited) {
-    wait_for_previous();
-    publish();
-  }
+  if (!waited) wait_for_others();
   launch_next();
 
   const auto begin_request = [&]() {
@@ -463,26 +465,21 @@ __global__ void attention(const __grid_constant__ Inputs in) {
     ring.copy_next(free);
     const uint32_t keys = tiles + stage * kStageBytes, values = keys + kTileBytes;
     const int valid = request.tokens - (tile - request.first) * kTile;  // rows, from this tile on
-    if (FUSED ? valid <= kTile : BOXES && valid < kTile) {
-      // What was copied for the new token is old (FUSED), and so are the rows behind the last one,
-      // whose weight is zero: their keys are no matter, but a value that is no number would be.
+    if (FUSED && valid <= kTile) {
+      // What was copied for the new token is old; so are the rows behind it, whose weight is zero:
+      // their keys are no matter, but a value that is no number would be.
       char* const key_rows = tiles_here + stage * kStageBytes;
       char* const value_rows = key_rows + kTileBytes;
-      if constexpr (FUSED != 0) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          added.key[half].store(NewToken::place(key_rows, valid - 1, half, lane));
-          for (int i = valid - 1; i < kTile; ++i) {
-            added.value[half].store(NewToken::place(value_rows, i, half, lane));
-          }
-        }
-      } else {
-        for (int i = valid * kPieces + lane; i < kTile * kPieces; i += 32) {
-          const int row = i / kPieces, piece = i % kPieces;
-          *reinterpret_cast<uint4*>(value_rows + in_tile(row, piece / 8, piece % 8)) = uint4{};
+      for (int half = 0; half < 2; ++half) {
+        added.key[half].store(NewToken::place(key_rows, valid - 1, half, lane));
+        for (int i = valid - 1; i < kTile; ++i) {
+          added.value[half].store(NewToken::place(value_rows, i, half, lane));
         }
       }
-      publish();  // the next copy to this stage comes behind
+#if BOXES
+      publish_shared();  // before the next copy to this stage
+#endif
       __syncwarp();
     }
     stage = stage == STAGES - 1 ? 0 : stage + 1;
@@ -522,10 +519,18 @@ __global__ void attention(const __grid_constant__ Inputs in) {
     sum[0] += p[0] + p[2];
     sum[1] += p[1] + p[3];
     const uint32_t b0 = transpose(pack(p[0], p[1])), b1 = transpose(pack(p[2], p[3]));
+    // Boxes have whole tiles: rows behind the last token hold anything, and zero times that is not
+    // always zero. A lane has rows lane % 4 * 2 and + 1, and those 8 further on.
+    const uint32_t first_rows = rows_kept(valid - lane % 4 * 2);
+    const uint32_t last_rows = rows_kept(valid - lane % 4 * 2 - 8);
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       uint32_t a[4];
       load_transposed(a, values + in_tile(value_row, i / 4, i % 4 * 2 + value_piece));
+      if (BOXES && !FUSED) {
+        a[0] &= first_rows, a[1] &= first_rows;
+        a[2] &= last_rows, a[3] &= last_rows;
+      }
       product<Elem>(out[i], a, b0, b1);
     }
 

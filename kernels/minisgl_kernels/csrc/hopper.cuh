@@ -129,8 +129,10 @@ __device__ inline void copy_box_once(uint32_t to, const CUtensorMap* map, int ro
       : "memory");
 }
 
-// What this thread sees and wrote, in the device's memory and in shared memory, the accelerator sees.
-__device__ inline void publish_all() { asm volatile("fence.proxy.async;" ::: "memory"); }
+// What this thread did to shared memory, the accelerator sees, and writes to it after this.
+__device__ inline void publish_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
 // What this thread can see of the device's memory, the accelerator sees after this.
 __device__ inline void publish_memory() {

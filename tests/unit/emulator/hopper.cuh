@@ -109,7 +109,7 @@ inline void copy_tile(uint32_t to, const CUtensorMap* map, int row, int column, 
   copy_box_once(to, map, row, column / kChunk, barrier);
 }
 
-inline void publish_all() {}
+inline void publish_shared() {}
 inline void publish_memory() {}
 inline void prefetch_map(const CUtensorMap*) {}
 inline void arrive_cluster() { emulator::cluster_arrive(); }
