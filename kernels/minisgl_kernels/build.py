@@ -42,6 +42,8 @@ from minisgl.config import env_switch
 
 CSRC = Path(__file__).parent / "csrc"
 CACHE_ENV = "MINISGL_KERNEL_CACHE"
+AHEAD_ENV = "MINISGL_BUILT_KERNELS"
+"""A folder that `minisgl compile` filled, as in an image; it is looked at first, and only read."""
 DISABLE_ENV = "MINISGL_DISABLE_KERNELS"
 COMPILE_TIMEOUT_SECONDS = 600
 OPTIMISED = ("-O3",)
@@ -148,6 +150,11 @@ def load_result(result: Result, make: Make, load: Callable[[Path], T]) -> T:
 
     Raises `KernelUnavailable`.
     """
+    ready = _built_ahead(result)
+    if ready is not None:
+        with suppress(OSError, ImportError):
+            return load(ready)
+        _log.warning("kernel %s does not load: one of this host takes its place", ready)
     target = result.within(build_results((result,), make))
     try:
         return load(target)
@@ -164,9 +171,15 @@ def load_result(result: Result, make: Make, load: Callable[[Path], T]) -> T:
             raise KernelUnavailable(f"{result.name} compiles but does not load: {second}") from None
 
 
-def build_results(results: Sequence[Result], make: Make) -> Path:
+def build_results(results: Sequence[Result], make: Make, root: Path | None = None) -> Path:
     """The folder under which all results are, made by one call of `make` as far as they were not
-    kept: then one file is kept under each of their keys."""
+    kept: then one file is kept under each of their keys.
+
+    With `root` it is this one, and `OSError` says that it cannot be written.
+    """
+    if root is not None:
+        _build(results, make, root)
+        return root
     root = cache_root()
     try:
         _build(results, make, root)
@@ -183,7 +196,13 @@ def build_results(results: Sequence[Result], make: Make) -> Path:
 
 def is_kept(result: Result) -> bool:
     """Whether a result need not be made."""
-    return result.within(cache_root()).exists()
+    return _built_ahead(result) is not None or result.within(cache_root()).exists()
+
+
+def _built_ahead(result: Result) -> Path | None:
+    folder = os.environ.get(AHEAD_ENV)
+    found = result.within(Path(folder)) if folder else None
+    return found if found is not None and found.exists() else None
 
 
 def _build(results: Sequence[Result], make: Make, root: Path) -> None:

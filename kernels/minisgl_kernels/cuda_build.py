@@ -3,20 +3,18 @@
     norm = cuda_module("norm", {"T": "__nv_bfloat16", "HIDDEN": "1024"})
     norm.rms_norm(out, x, weight, 1e-6)
 
-Each set of macros (type and shape) is a library of its own, in the cache of `build` and by the
-same rules: the key is a hash of sources, headers, macros, target and compiler, and all ranks of a
-host wait for the one that compiles. A library exports functions of TVM FFI's C ABI; they launch on
-torch's current stream, never wait for the device and allocate nothing, so they may be captured in
-a CUDA graph. The current device must be the one of the tensors.
+Each set of macros (type and shape) has a key of its own in the cache of `build`, by the same rules:
+a hash of sources, headers, macros, target and compiler; all ranks of a host wait for the one that
+compiles. Headers and the host's part take most of the time, so variants that are wanted at the same
+time become one source and one library, as far as `joined` allows.
+
+A library exports functions of TVM FFI's C ABI; they launch on torch's current stream, never wait
+for the device and allocate nothing, so they may be captured in a CUDA graph. The current device
+must be the one of the tensors.
 """
 
-import itertools
 import logging
-import os
 import platform
-import re
-import shutil
-import sysconfig
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -27,7 +25,6 @@ from typing import Any
 
 import torch
 
-from minisgl.config import env_switch
 from minisgl.host import usable_cpus
 from minisgl_kernels.build import (
     CSRC,
@@ -42,9 +39,8 @@ from minisgl_kernels.build import (
     source_key,
     version,
 )
+from minisgl_kernels.nvcc import find_nvcc, joined_text, nvcc_command, variant_text
 
-DISABLE_PDL_ENV = "MINISGL_DISABLE_PDL"
-"""Set to 1, kernels start after the one before has ended, not while it ends."""
 MIN_CAPABILITY = (8, 0)
 MAX_COMPILERS = 16
 """Each takes up to 0.5 GB of memory."""
@@ -102,10 +98,13 @@ class _Variant:
 
 
 def _variant(
-    name: str, macros: Mapping[str, str | int], flags: Sequence[str], csrc: Path
-) -> _Variant:
-    _check_device()
-    capability = torch.cuda.get_device_capability()
+    name: str, macros: Mapping[str, str | int], flags: Sequence[str], csrc: Path,
+    capability: tuple[int, int] | None = None,
+) -> _Variant:  # fmt: skip
+    refuse_if_disabled()
+    if capability is None:
+        _check_device()
+        capability = torch.cuda.get_device_capability()
     if capability < MIN_CAPABILITY:
         raise KernelUnavailable(
             f"compute capability {capability[0]}.{capability[1]} is below "
@@ -137,70 +136,6 @@ def _maker(variants: Sequence[_Variant]) -> Make:
             written.unlink(missing_ok=True)
 
     return make
-
-
-def joined_text(variants: Sequence[tuple[Path, Mapping[str, str | int], str]]) -> str:
-    """One source of several variants, each with its macros and what its functions' names end in.
-
-    Headers are read once, and so must not depend on the macros.
-    """
-    texts = [variant_text(*variant) for variant in variants]
-    if len(texts) == 1:
-        return texts[0]
-    sources = dict.fromkeys(source for source, _, _ in variants)
-    found = (re.findall(r"^#include.*", one.read_text("utf-8"), re.MULTILINE) for one in sources)
-    includes = dict.fromkeys(itertools.chain.from_iterable(found))
-    spaces = [f"namespace v{i} {{\n{text}}}\n" for i, text in enumerate(texts)]
-    return "".join([*(f"{line}\n" for line in includes), *spaces])
-
-
-def variant_text(source: Path, macros: Mapping[str, str | int], key: str) -> str:
-    """A source with its macros, which are gone behind it."""
-    return "".join((
-        f"#undef EXPORT_SUFFIX\n#define EXPORT_SUFFIX _{key}\n",
-        *(f"#define {name} {value}\n" for name, value in macros.items()),
-        f'#include "{source.name}"\n',
-        *(f"#undef {name}\n" for name in macros),
-    ))  # fmt: skip
-
-
-def nvcc_command(capability: tuple[int, int], flags: Sequence[str] = ()) -> tuple[str, ...]:
-    """The command that makes a library for one GPU; a source and an output are to follow."""
-    from tvm_ffi.libinfo import find_include_path, find_libtvm_ffi
-
-    nvcc = find_nvcc()
-    # Instructions of Hopper alone (9.0a) are asked for there; elsewhere there are none like it.
-    arch = f"{capability[0]}{capability[1]}" + ("a" if capability[0] >= 9 else "")
-    library = Path(find_libtvm_ffi())
-    return (
-        # Without a device link: each kernel is whole, and five processes fewer start.
-        str(nvcc), "-shared", "-nodlink", "-std=c++17", "-O3",
-        "-Xcompiler=-fPIC,-fvisibility=hidden",
-        f"-gencode=arch=compute_{arch},code=sm_{arch}",
-        *flags,
-        f"-DPDL={0 if env_switch(DISABLE_PDL_ENV) or capability[0] < 9 else 1}",
-        f"-I{find_include_path()}", f"-L{nvcc.parent.parent / 'lib'}",
-        "-Xlinker=--no-as-needed", f"-L{library.parent}", "-ltvm_ffi",
-    )  # fmt: skip
-
-
-def find_nvcc() -> Path:
-    """nvcc of `$CUDA_HOME`, on the path, of /usr/local/cuda, or of NVIDIA's Python packages."""
-    candidates = [Path("/usr/local/cuda/bin/nvcc")]
-    on_path = shutil.which("nvcc")
-    if on_path:
-        candidates.insert(0, Path(on_path))
-    if os.environ.get("CUDA_HOME"):
-        candidates.insert(0, Path(os.environ["CUDA_HOME"], "bin", "nvcc"))
-    packages = Path(sysconfig.get_paths()["purelib"], "nvidia")
-    candidates += sorted(packages.glob("cu*/bin/nvcc"), reverse=True)
-    for candidate in candidates:
-        if os.access(candidate, os.X_OK):
-            return candidate
-    raise KernelUnavailable(
-        "there is no nvcc (CUDA_HOME, the path, /usr/local/cuda): install CUDA's compiler, or "
-        "pip install nvidia-cuda-nvcc"
-    )
 
 
 class Family:
@@ -253,11 +188,14 @@ class Family:
             raise made
         return made
 
-    def variant(self, signature: tuple[Any, ...]) -> _Variant | None:
-        """What is to be compiled for a signature. Raises `KernelUnavailable`."""
+    def variant(
+        self, signature: tuple[Any, ...], capability: tuple[int, int] | None = None
+    ) -> _Variant | None:
+        """What is to be compiled for a signature; None if nothing is. Raises
+        `KernelUnavailable`. `capability`: of a GPU that need not be here."""
         if signature in self._made:
             return None
-        return _variant(self._source, self._macros(*signature), self._flags, CSRC)
+        return _variant(self._source, self._macros(*signature), self._flags, CSRC, capability)
 
 
 Variant = tuple[Family, tuple[Any, ...]]
@@ -286,16 +224,11 @@ def prepare(wanted: Iterable[Variant]) -> None:
 
     wanted = list(dict.fromkeys(wanted))
     workers = min(usable_cpus(), MAX_COMPILERS)
-    joined: dict[tuple[str, ...], dict[str, _Variant]] = {}
+    missing = []
     for family, signature in wanted:
         with suppress(KernelUnavailable):
             if family.joined and (one := family.variant(signature)) and not is_kept(one.result):
-                joined.setdefault(one.command, {})[one.result.key] = one
-    parts: list[list[_Variant]] = []
-    for some in map(list, map(dict.values, joined.values())):
-        # Each part has a bit of everything, so that all take about equally long.
-        count = max(workers, -(-len(some) // MAX_JOINED))
-        parts += [some[i::count] for i in range(min(count, len(some)))]
+                missing.append(one)
 
     def compile_part(part: list[_Variant]) -> None:
         with suppress(KernelUnavailable):  # perhaps because of one of them
@@ -308,9 +241,39 @@ def prepare(wanted: Iterable[Variant]) -> None:
 
     with ThreadPoolExecutor(workers) as pool:
         alone = pool.map(load, [variant for variant in wanted if not variant[0].joined])
-        list(pool.map(compile_part, parts))
+        list(pool.map(compile_part, _parts(missing, workers)))
         list(alone)
         list(pool.map(load, [variant for variant in wanted if variant[0].joined]))
+
+
+def compile_ahead(
+    wanted: Iterable[Variant], capability: tuple[int, int], root: Path | None = None
+) -> int:
+    """Compile variants of joined families into `root`, or the cache, for a GPU that need not be
+    here: how many there are. Raises `KernelUnavailable` and `OSError`."""
+    workers = min(usable_cpus(), MAX_COMPILERS)
+    found = [family.variant(signature, capability) for family, signature in dict.fromkeys(wanted)]
+    variants = [variant for variant in found if variant is not None]
+
+    def compile_part(part: list[_Variant]) -> None:
+        build_results([variant.result for variant in part], _maker(part), root)
+
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(compile_part, _parts(variants, workers)))
+    return len(variants)
+
+
+def _parts(variants: Iterable[_Variant], workers: int) -> list[list[_Variant]]:
+    """What is to be compiled as one source each, by so many workers."""
+    joined: dict[tuple[str, ...], dict[str, _Variant]] = {}
+    for one in variants:
+        joined.setdefault(one.command, {})[one.result.key] = one
+    parts: list[list[_Variant]] = []
+    for some in map(list, map(dict.values, joined.values())):
+        # Each part has a bit of everything, so that all take about equally long.
+        count = max(workers, -(-len(some) // MAX_JOINED))
+        parts += [some[i::count] for i in range(min(count, len(some)))]
+    return parts
 
 
 def check_tools() -> None:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from minisgl.config import env_switch
-from minisgl_kernels.cuda_build import DISABLE_PDL_ENV
+from minisgl_kernels.nvcc import DISABLE_PDL_ENV
 
 CHUNKS = (256, 4096)
 """Ids that a program reads at once, where there are few and where there are many."""

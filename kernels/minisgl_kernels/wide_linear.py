@@ -18,7 +18,7 @@ import torch
 
 from minisgl.config import UsageError
 from minisgl_kernels.build import KernelUnavailable
-from minisgl_kernels.cuda_build import Family
+from minisgl_kernels.cuda_build import Family, Variant
 from minisgl_kernels.norm import rms_norm
 from minisgl_kernels.qk_rope_store import qk_rope_store_reference
 from minisgl_kernels.skinny_linear import skinny_linear_reference
@@ -321,6 +321,11 @@ def blocks_of(rows: int, cut: Blocks) -> int:
 def signature(tokens: int, cut: Blocks, mode: int) -> tuple[int, ...]:
     """What decides which kernel computes a product so."""
     return width_of(tokens, cut), cut.groups, cut.ways, cut.split, mode
+
+
+def variant(tokens: int, cut: Blocks, mode: int, *, turned: bool = False) -> Variant:
+    """That kernel, to be compiled."""
+    return _family, signature(tokens, cut, _TURN if turned else mode)
 
 
 def possible_blocks(rows: int, k: int, tokens: int, mode: int) -> list[Blocks]:

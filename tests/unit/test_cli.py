@@ -158,6 +158,7 @@ def test_python_dash_m_is_the_same_program() -> None:
     (["chat"], "--base-url"),
     (["chat", "--base-url", "localhost:1919"], "--base-url must start with http"),
     (["convert", "/no/such.gguf", "out"], "/no/such.gguf"),
+    (["compile", "--model", "/no/such/folder"], "/no/such/folder"),
     (["serve", "/no/such/folder", "--port", "0"], "/no/such/folder"),
     (["generate", "m", "p", "--temperature", "3"], "--temperature must be between 0 and 2"),
     (["generate", "/no/such/folder", "p"], "/no/such/folder"),

@@ -22,6 +22,7 @@ from minisgl_kernels import (
     filter_bounds,
     kv_store,
     norm,
+    nvcc,
     qk_rope_store,
     skinny_linear,
     wide_linear,
@@ -31,10 +32,9 @@ from minisgl_kernels.cuda_build import (
     Family,
     collected,
     cuda_module,
-    joined_text,
-    nvcc_command,
     prepare,
 )
+from minisgl_kernels.nvcc import joined_text, nvcc_command
 
 BF16 = {"ELEMENT": "__nv_bfloat16"}
 JOINED = (
@@ -73,8 +73,8 @@ def machine(monkeypatch, tmp_path):
     its source, and what was loaded stands in `loaded`."""
     home = tmp_path / "cuda"
     (home / "bin").mkdir(parents=True)
-    nvcc, log = home / "bin" / "nvcc", tmp_path / "compiled"
-    nvcc.write_text(
+    program, log = home / "bin" / "nvcc", tmp_path / "compiled"
+    program.write_text(
         "#!/bin/sh\n"
         'case "$1" in --version) echo nvcc 13.0; exit;; esac\n'
         f'echo "$@" >> {log}\n'
@@ -82,7 +82,7 @@ def machine(monkeypatch, tmp_path):
         'if grep -q BROKEN "$3"; then echo "$3: error: broken" >&2; exit 1; fi\n'
         'cat "$3" > "$2"\n'
     )
-    nvcc.chmod(0o755)
+    program.chmod(0o755)
     log.touch()
     fake = types.ModuleType("tvm_ffi")
     fake.__version__ = "0.1"
@@ -98,14 +98,15 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: tuple(capability))
     monkeypatch.setenv("CUDA_HOME", str(home))
     monkeypatch.setenv(build.CACHE_ENV, str(tmp_path / "cache"))
-    monkeypatch.delenv(cuda_build.DISABLE_PDL_ENV, raising=False)
+    monkeypatch.delenv(nvcc.DISABLE_PDL_ENV, raising=False)
     monkeypatch.delenv(build.DISABLE_ENV, raising=False)
+    monkeypatch.delenv(build.AHEAD_ENV, raising=False)
     build.version.cache_clear()
     csrc = tmp_path / "csrc"
     csrc.mkdir()
     (csrc / "kernel.cu").write_text("// a kernel\n")
     return types.SimpleNamespace(
-        csrc=csrc, nvcc=nvcc, capability=capability, loaded=loaded,
+        csrc=csrc, nvcc=program, capability=capability, loaded=loaded,
         compiled=lambda: log.read_text().splitlines(),
     )  # fmt: skip
 
@@ -135,7 +136,7 @@ def test_whatever_decides_the_result_decides_where_it_is_kept(machine, monkeypat
     elif change == "gpu":
         machine.capability[:] = [10, 0]
     elif change == "pdl":
-        monkeypatch.setenv(cuda_build.DISABLE_PDL_ENV, "1")
+        monkeypatch.setenv(nvcc.DISABLE_PDL_ENV, "1")
     else:
         machine.nvcc.write_text(machine.nvcc.read_text().replace("13.0", "13.1"))
         build.version.cache_clear()
@@ -332,6 +333,56 @@ def test_where_files_have_no_links_each_variant_has_a_copy(machine, joined, monk
     prepare((joined, (size,)) for size in range(4))
     assert len(machine.compiled()) == 2
     assert [joined[size,]()[1] for size in range(4)] == [f"#define SIZE {i}" for i in range(4)]
+
+
+def ahead(machine, monkeypatch, joined, folder):
+    """Four variants in a folder, compiled where there is no GPU."""
+    with monkeypatch.context() as without:
+        without.setattr(torch.cuda, "is_available", lambda: False)
+        variants = [(joined, (size,)) for size in range(4)]
+        assert cuda_build.compile_ahead(variants, (9, 0), folder) == 4
+    monkeypatch.setenv(build.AHEAD_ENV, str(folder))
+    return len(machine.compiled())
+
+
+def test_what_was_compiled_ahead_is_not_compiled_again(machine, joined, monkeypatch, tmp_path):
+    before = ahead(machine, monkeypatch, joined, tmp_path / "ahead")
+    prepare((joined, (size,)) for size in range(5))
+    assert len(machine.compiled()) == before + 1
+    assert [joined[size,]()[1] for size in range(5)] == [f"#define SIZE {i}" for i in range(5)]
+    assert sum(tmp_path / "ahead" in path.parents for path in machine.loaded) == 4
+
+
+def test_what_was_compiled_ahead_for_another_gpu_is_left_alone(
+    machine, joined, monkeypatch, tmp_path
+):
+    before = ahead(machine, monkeypatch, joined, tmp_path / "ahead")
+    machine.capability[:] = [10, 0]
+    joined[1,]
+    assert len(machine.compiled()) == before + 1
+
+
+def test_a_file_compiled_ahead_that_does_not_load_is_replaced(
+    machine, joined, monkeypatch, tmp_path, caplog
+):
+    before = ahead(machine, monkeypatch, joined, tmp_path / "ahead")
+    load = sys.modules["tvm_ffi"].load_module
+
+    def load_some(path):
+        if "/ahead/" in path:
+            raise OSError("cut short")
+        return load(path)
+
+    monkeypatch.setattr(sys.modules["tvm_ffi"], "load_module", load_some)
+    assert joined[1,]() == ("run", "#define SIZE 1")
+    assert len(machine.compiled()) == before + 1
+    assert "does not load" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_ahead_is_an_error(machine, joined, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError):
+        cuda_build.compile_ahead([(joined, (1,))], (9, 0), tmp_path / "file" / "folder")
 
 
 def test_sets_that_overlap_are_made_once_and_nobody_waits_for_ever(machine):

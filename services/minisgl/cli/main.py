@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from minisgl import __version__
-from minisgl.cli import chat, convert, download, generate, serve, services
+from minisgl.cli import chat, compile, convert, download, generate, serve, services
 from minisgl.cli.bench import BENCH
 from minisgl.cli.flags import Commands, Parser, Task
 from minisgl.lifecycle import Lifecycle, report_errors
@@ -21,6 +21,7 @@ COMMANDS: Commands = {
     "generate": ("print the continuation of a prompt", generate.add_arguments),
     "convert": ("make a model folder of a GGUF file", convert.add_arguments),
     "download": ("fill a shared folder with a model of the hub", download.add_arguments),
+    "compile": ("compile kernels where there is no GPU", compile.add_arguments),
     "bench": ("measure the engine, a server or the kernels", BENCH),
     "gateway": ("service: the HTTP API", services.add_gateway),
     "tokenizer": ("service: chat templates and token ids", services.add_tokenizer),
