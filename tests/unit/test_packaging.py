@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from minisgl_kernels.build import AHEAD_ENV
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 SOURCE_ROOTS = ("operator", "services", "kernels")
 PACKAGES = [
@@ -125,6 +127,16 @@ def test_an_image_runs_as_a_user_that_kubernetes_knows_not_to_be_root(target: st
     (stage,) = re.findall(rf"^FROM \S+ AS {target}$(.*?)(?=^FROM |\Z)", text, re.M | re.S)
     assert re.findall(r"^USER (.*)$", stage, re.M)[-1] == "1000:1000"
     assert re.search(r'^ENTRYPOINT \["minisgl', stage, re.M)
+
+
+def test_the_cuda_image_compiles_kernels_to_where_engines_look() -> None:
+    stage = (ROOT / "Dockerfile").read_text().partition("AS engine-cuda")[2]
+    assert f"ENV {AHEAD_ENV}=/" in stage
+    compiled, readable = (
+        stage.index(part)
+        for part in (f'minisgl compile --folder "${AHEAD_ENV}"', f'chmod -R a+rX "${AHEAD_ENV}"')
+    )
+    assert stage.index("pip install --no-deps") < compiled < readable < stage.index("USER 1000")
 
 
 def test_importing_the_package_does_not_import_torch() -> None:
