@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from minisgl.cli.main import main
 from minisgl_kernels import (
     activation,
     block_table,
@@ -377,6 +378,23 @@ def test_a_file_compiled_ahead_that_does_not_load_is_replaced(
     assert joined[1,]() == ("run", "#define SIZE 1")
     assert len(machine.compiled()) == before + 1
     assert "does not load" in caplog.text
+
+
+def test_the_command_compiles_ahead_what_a_models_trial_times(machine, tmp_path, capsys):
+    model = Path(__file__).parents[1] / "gpu" / "configs" / "qwen3-0.6b"
+    folder = tmp_path / "ahead"
+    assert main(["compile", "--model", str(model), "--folder", str(folder)]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    count = len(list(folder.rglob("wide_linear.so")))
+    assert count > 100
+    assert line.startswith(f"{folder}: {count} kernels, in ")
+    assert sum(path.read_text().count("#define TOKENS 96\n") for path in folder.rglob("*.so")) > 10
+
+
+def test_the_command_says_what_is_missing(machine, monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, "tvm_ffi", None)
+    assert main(["compile", "--folder", str(tmp_path / "ahead")]) == 1
+    assert "install apache-tvm-ffi" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_written_ahead_is_an_error(machine, joined, tmp_path):
