@@ -6,8 +6,8 @@
 CUDA sources are compiled by `cuda_build`, which keeps them in the same cache in the same way.
 
 A result is one file, `<cache>/<key>/<name>.so`. The key is a hash of everything that decides what
-the compiler makes: the source and every header beside it, the flags, the compiler's version, and for
-C++ the CPU and Python's ABI. So nothing is ever stale and nothing needs to be cleaned before an
+the compiler makes: the source and every header beside it, the flags, the compiler's version, and
+for C++ the CPU and Python's ABI. So nothing is ever stale and nothing needs to be cleaned before an
 upgrade. Results that are compiled together are one file under several keys. Processes that need the
 same file at the same time (all ranks of a host) wait for one of them.
 
