@@ -117,6 +117,18 @@ __device__ inline void copy_tile(uint32_t to, const CUtensorMap* map, int row, i
       : "memory");
 }
 
+// The same; its memory leaves the L2 cache after other: what many blocks read.
+__device__ inline void copy_tile_kept(uint32_t to, const CUtensorMap* map, int row, int column,
+                                      uint32_t barrier) {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(column), "r"(row),
+      "r"(barrier), "l"(policy)
+      : "memory");
+}
+
 // The box whose first element is [row, part, 0]; its memory leaves the L2 cache before other.
 __device__ inline void copy_box_once(uint32_t to, const CUtensorMap* map, int row, int part,
                                      uint32_t barrier) {
@@ -168,6 +180,15 @@ __device__ inline float4 load_in_cluster(uint32_t address) {
   asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
                : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
                : "r"(address) : "memory");
+  return v;
+}
+
+// Two numbers each at two addresses of a block of the cluster.
+__device__ inline float4 load_pairs_in_cluster(uint32_t first, uint32_t second) {
+  float4 v;
+  asm volatile("ld.shared::cluster.v2.f32 {%0,%1}, [%4]; ld.shared::cluster.v2.f32 {%2,%3}, [%5];"
+               : "=&f"(v.x), "=&f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(first), "r"(second) : "memory");
   return v;
 }
 

@@ -75,6 +75,15 @@ struct Turn {  // of MODE 3
   int q_heads, kv_heads;
 };
 
+struct alignas(4) Two {
+  T of[2];
+};
+
+// silu(gate) * up, in a few instructions without a branch.
+__device__ inline float gated(float gate, float up) {
+  return __fdividef(gate, 1.0f + __expf(-gate)) * up;
+}
+
 __device__ inline float4 operator+(float4 a, float4 b) {
   return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
@@ -113,8 +122,8 @@ __global__ void __launch_bounds__(kThreads)
     }
   };
   auto copy_tokens = [&](int i, int stage) {
-    copy_tile(start + stage * kStageBytes + kRows * kRowBytes, &token_map, first_token,
-              (first + i) * kChunk, full + stage * 8);
+    copy_tile_kept(start + stage * kStageBytes + kRows * kRowBytes, &token_map, first_token,
+                   (first + i) * kChunk, full + stage * 8);
   };
 
   const int ahead = count < of.stages ? count : of.stages;
@@ -145,13 +154,20 @@ __global__ void __launch_bounds__(kThreads)
     return token * stored + row;
   };
   Four bias = {}, weights = {}, before[kEarly] = {};
-  // Of MODE 3: cosines of the thread's four pairs; sines, if it has the second ones of the pairs.
+  // Of MODE 3 a thread has two neighbouring rows of a head, and the two that are turned with them:
+  // two cosines and two sines.
+  auto load_pairs = [](const T* from) {
+    const Two first = *reinterpret_cast<const Two*>(from);
+    const Two second = *reinterpret_cast<const Two*>(from + kRows / 2);
+    return Four{{first.of[0], first.of[1], second.of[0], second.of[1]}};
+  };
   float4 angles[MODE == 3 ? kTurns : 1];
   const bool is_query = MODE == 3 && tile < turn_by.q_heads;
   const bool is_value = MODE == 3 && tile >= turn_by.q_heads + turn_by.kv_heads;
   auto load_early = [&]() {
     if (slot < kPass && row < stored) {
-      if (MODE != 2 && of.bias != nullptr) bias = Four::load(of.bias + row);
+      if (MODE == 3 && of.bias != nullptr) bias = load_pairs(of.bias + tile * kRows + piece * 2);
+      if (MODE < 2 && of.bias != nullptr) bias = Four::load(of.bias + row);
       if (MODE == 1 && of.next_norm != nullptr) weights = Four::load(of.next_norm + row);
     }
     if (MODE == 1) {
@@ -166,7 +182,7 @@ __global__ void __launch_bounds__(kThreads)
       }
       if (is_value) return;
       const T* const weight = is_query ? turn_by.q_weight : turn_by.k_weight;
-      if (weight != nullptr && slot < kPass) weights = Four::load(weight + piece * 4);
+      if (weight != nullptr && slot < kPass) weights = load_pairs(weight + piece * 2);
       int64_t position[kTurns];
 #pragma unroll
       for (int turn = 0; turn < kTurns; ++turn) {
@@ -176,7 +192,9 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int turn = 0; turn < kTurns; ++turn) {
         const float* const row = turn_by.cos_sin + position[turn] * kRows;
-        angles[turn] = *reinterpret_cast<const float4*>(row + piece * 4);
+        const float2 cosines = *reinterpret_cast<const float2*>(row + piece * 2);
+        const float2 sines = *reinterpret_cast<const float2*>(row + kRows / 2 + piece * 2);
+        angles[turn] = make_float4(cosines.x, cosines.y, sines.x, sines.y);
       }
     }
   };
@@ -272,12 +290,19 @@ __global__ void __launch_bounds__(kThreads)
       for (int t = 0; t < kTotals; ++t) {
 #pragma unroll
         for (int i = 0; i < kTerms; ++i) {
-          const int at = i % WAYS * kSums + token * kPitch + t * kOutputs + piece * 4;
-          if constexpr (SPLIT == 1) {
-            terms[b][t][i] = *reinterpret_cast<const float4*>(sums + at);
+          const int at = i % WAYS * kSums + token * kPitch + t * kOutputs + piece * (MODE == 3 ? 2 : 4);
+          float4& term = terms[b][t][i];
+          if constexpr (SPLIT > 1) {
+            const uint32_t from = places[i / WAYS] + at * 4;
+            term = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (here && MODE == 3) term = load_pairs_in_cluster(from, from + kRows * 2);
+            else if (here) term = load_in_cluster(from);
+          } else if constexpr (MODE == 3) {
+            const float2 first = *reinterpret_cast<const float2*>(sums + at);
+            const float2 second = *reinterpret_cast<const float2*>(sums + at + kRows / 2);
+            term = make_float4(first.x, first.y, second.x, second.y);
           } else {
-            terms[b][t][i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (here) terms[b][t][i] = load_in_cluster(places[i / WAYS] + at * 4);
+            term = *reinterpret_cast<const float4*>(sums + at);
           }
         }
       }
@@ -288,72 +313,110 @@ __global__ void __launch_bounds__(kThreads)
     }
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
-      const int turn = begin + b;
-      if (turn >= kTurns) break;
 #pragma unroll
       for (int t = 0; t < kTotals; ++t) {
 #pragma unroll
-        for (int i = 1; i < kTerms; ++i) terms[b][t][0] = terms[b][t][0] + terms[b][t][i];
-      }
-      const bool here = valid(turn);
-      const float scale = of.squares != nullptr && here ? scales[slot + turn * kPass] : 1.0f;
-      const float4 first_total = terms[b][0][0], second = terms[b][kTotals - 1][0];
-      float four[4] = {first_total.x * scale, first_total.y * scale, first_total.z * scale,
-                       first_total.w * scale};
-      const float up[4] = {second.x * scale, second.y * scale, second.z * scale, second.w * scale};
-      Four result, next;
-      float square = 0.0f;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (MODE == 2) four[i] = four[i] / (1.0f + __expf(-four[i])) * up[i];
-        else four[i] += to_float(bias.of[i]);
-        if (MODE == 1) four[i] += to_float(kept[b].of[i]);
-        result.of[i] = from_float<T>(four[i]);
-        if (MODE == 1) {
-          const float rounded = to_float(result.of[i]);
-          square += rounded * rounded;
-          next.of[i] = from_float<T>(rounded * to_float(weights.of[i]));
+        for (int i = 1; i < kTerms; ++i) {
+          if (begin + b < kTurns) terms[b][t][0] = terms[b][t][0] + terms[b][t][i];
         }
       }
-      if constexpr (MODE == 3) {
+    }
+    if constexpr (MODE == 3) {  // step by step for all turns, so that none waits for the one before
+      float four[kBatch][4], squares[kBatch] = {};
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        const int turn = begin + b;
+        if (turn >= kTurns) break;
+        const float scale = of.squares != nullptr && valid(turn) ? scales[slot + turn * kPass] : 1.0f;
+        const float4 v = terms[b][0][0];
+        const float scaled[4] = {v.x * scale, v.y * scale, v.z * scale, v.w * scale};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          four[b][i] = scaled[i] + to_float(bias.of[i]);
+          squares[b] += four[b][i] * four[b][i];
+        }
+      }
+      if (!is_value && turn_by.q_weight != nullptr) {
+#pragma unroll
+        for (int step = kPieces / 2; step > 0; step /= 2) {
+#pragma unroll
+          for (int b = 0; b < kBatch; ++b) squares[b] += __shfl_xor_sync(kAll, squares[b], step);
+        }
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) {
+          const float factor = rsqrtf(squares[b] / kRows + turn_by.eps);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) four[b][i] *= factor * to_float(weights.of[i]);
+        }
+      }
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        const int turn = begin + b;
+        if (turn >= kTurns) break;
+        float(&f)[4] = four[b];
         if (!is_value) {
-          float factor = 1.0f;
-          if (turn_by.q_weight != nullptr) {
-            const float squares = four[0] * four[0] + four[1] * four[1] + four[2] * four[2] +
-                                  four[3] * four[3];
-            factor = rsqrtf(group_sum<kPieces>(squares) / kRows + turn_by.eps);
-          }
-          const bool second_half = piece >= kPieces / 2;
-          const float angle[4] = {angles[turn].x, angles[turn].y, angles[turn].z, angles[turn].w};
+          const float cosines[2] = {angles[turn].x, angles[turn].y};
+          const float sines[2] = {angles[turn].z, angles[turn].w};
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            if (turn_by.q_weight != nullptr) four[i] *= factor * to_float(weights.of[i]);
-            const float other = __shfl_xor_sync(kAll, four[i], kPieces / 2);
-            const float other_angle = __shfl_xor_sync(kAll, angle[i], kPieces / 2);
-            result.of[i] = from_float<T>(second_half ? four[i] * other_angle + other * angle[i]
-                                                     : four[i] * angle[i] - other * other_angle);
+          for (int i = 0; i < 2; ++i) {
+            const float first = f[i], second = f[i + 2];
+            f[i] = first * cosines[i] - second * sines[i];
+            f[i + 2] = second * cosines[i] + first * sines[i];
           }
         }
-        if (!here) continue;
         const int token = slot + turn * kPass;  // of this block's
+        bool stores = valid(turn);
+        T* to = of.out;
         if (is_query) {
-          const int64_t at = first_token + rank + token * SPLIT;
-          result.store(of.out + (at * turn_by.q_heads + tile) * kRows + piece * 4);
-        } else if (slots[token] >= 0) {
+          to += (int64_t{first_token + rank + token * SPLIT} * turn_by.q_heads + tile) * kRows;
+        } else {
+          const int place = stores ? slots[token] : -1;
           const int head = tile - turn_by.q_heads - (is_value ? turn_by.kv_heads : 0);
-          T* const to = is_value ? turn_by.v_slots : turn_by.k_slots;
-          result.store(to + slots[token] * turn_by.slot_step + head * kRows + piece * 4);
+          to = (is_value ? turn_by.v_slots : turn_by.k_slots) + place * turn_by.slot_step +
+               head * kRows;
+          stores = place >= 0;
         }
-        continue;
+        if (stores) {
+          Two* const halves[2] = {reinterpret_cast<Two*>(to + piece * 2),
+                                  reinterpret_cast<Two*>(to + kRows / 2 + piece * 2)};
+          *halves[0] = {{from_float<T>(f[0]), from_float<T>(f[1])}};
+          *halves[1] = {{from_float<T>(f[2]), from_float<T>(f[3])}};
+        }
       }
-      if (here) result.store(of.out + place(turn));
-      if (MODE == 1 && of.next_norm != nullptr) {
-        if (here) next.store(of.scaled + place(turn));
-        // Pieces of a token are 16 or 32 neighbouring lanes; with more rows they would not be.
-        square = group_sum<kPieces < 32 ? kPieces : 32>(here ? square : 0.0f);
-        if (piece == 0 && slot < kPass && slot + turn * kPass < mine && row < stored) {
-          const int64_t token = first_token + rank + (slot + turn * kPass) * SPLIT;
-          of.next_squares[token * ((of.rows + kRows - 1) / kRows) + tile] = square;
+    } else {
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        const int turn = begin + b;
+        if (turn >= kTurns) break;
+        const bool here = valid(turn);
+        const float scale = of.squares != nullptr && here ? scales[slot + turn * kPass] : 1.0f;
+        const float4 first_total = terms[b][0][0], second = terms[b][kTotals - 1][0];
+        float four[4] = {first_total.x * scale, first_total.y * scale, first_total.z * scale,
+                         first_total.w * scale};
+        const float up[4] = {second.x * scale, second.y * scale, second.z * scale, second.w * scale};
+        Four result, next;
+        float square = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (MODE == 2) four[i] = gated(four[i], up[i]);
+          else four[i] += to_float(bias.of[i]);
+          if (MODE == 1) four[i] += to_float(kept[b].of[i]);
+          result.of[i] = from_float<T>(four[i]);
+          if (MODE == 1) {
+            const float rounded = to_float(result.of[i]);
+            square += rounded * rounded;
+            next.of[i] = from_float<T>(rounded * to_float(weights.of[i]));
+          }
+        }
+        if (here) result.store(of.out + place(turn));
+        if (MODE == 1 && of.next_norm != nullptr) {
+          if (here) next.store(of.scaled + place(turn));
+          // Pieces of a token are 16 or 32 neighbouring lanes; with more rows they would not be.
+          square = group_sum<kPieces < 32 ? kPieces : 32>(here ? square : 0.0f);
+          if (piece == 0 && slot < kPass && slot + turn * kPass < mine && row < stored) {
+            const int64_t token = first_token + rank + (slot + turn * kPass) * SPLIT;
+            of.next_squares[token * ((of.rows + kRows - 1) / kRows) + tile] = square;
+          }
         }
       }
     }

@@ -110,6 +110,11 @@ inline void copy_tile(uint32_t to, const CUtensorMap* map, int row, int column, 
 }
 
 inline void publish_shared() {}
+inline void copy_tile_kept(uint32_t to, const CUtensorMap* map, int row, int column,
+                           uint32_t barrier) {
+  copy_tile(to, map, row, column, barrier);
+}
+
 inline void publish_memory() {}
 inline void prefetch_map(const CUtensorMap*) {}
 inline void arrive_cluster() { emulator::cluster_arrive(); }
@@ -117,6 +122,12 @@ inline void arrive_cluster_early() { emulator::cluster_arrive(); }
 inline void wait_cluster() { emulator::cluster_wait(); }
 inline float4 load_in_cluster(uint32_t address) {
   return *reinterpret_cast<const float4*>(place(address));
+}
+
+inline float4 load_pairs_in_cluster(uint32_t first, uint32_t second) {
+  const float *const a = reinterpret_cast<const float*>(place(first)),
+              *const b = reinterpret_cast<const float*>(place(second));
+  return make_float4(a[0], a[1], b[0], b[1]);
 }
 
 // ---- products
