@@ -20,12 +20,16 @@ WARPS_PER_SM = 8
 BALANCE = 28
 """How many parts of a request take as long to combine as one tile to compute, times queries."""
 _WARPS = 4
+_BOX_WARPS = WARPS_PER_SM
+"""Of a block whose tiles come in boxes: all of a multiprocessor."""
+MANY_TILES = 8
+"""With so many tiles in each, chunks have shares by what their multiprocessors can read."""
 _FLAGS = ("-maxrregcount=208",)
 """Leaves room on an SM for the end of the kernel before, of whose time ours makes use."""
 _STAGES = {64: 6, 128: 3}
 _MAX_GROUP = 8
 _MAX_CHUNKS = 2**15
-_MAX_BATCH = 12_000
+_MAX_BATCH = 10_000
 
 Int32s = npt.NDArray[np.int32]
 
@@ -39,9 +43,10 @@ def _macros(
         raise KernelUnavailable(f"decode attention has no kernel for heads of {head_dim}")
     if not 1 <= group <= _MAX_GROUP:
         raise KernelUnavailable(f"decode attention has no kernel for {group} queries a KV head")
+    boxes = boxes and not fused  # a new token is written where copies by lanes have its row
     return {
         "T": cuda_type(dtype), "HEAD_DIM": head_dim, "GROUP": group, "STAGES": _STAGES[head_dim],
-        "WARPS": _WARPS, "BOXES": int(boxes), "FUSED": fused,
+        "WARPS": _BOX_WARPS if boxes else _WARPS, "BOXES": int(boxes), "FUSED": fused,
     }  # fmt: skip
 
 
@@ -84,29 +89,51 @@ class DecodeAttention:
         self.requests = torch.zeros((max_batch + 1, 4), dtype=torch.int32, device=device)
         """First tile, tokens, row, first chunk << 16 | last chunk."""
         self._arrived = torch.zeros((max_batch, num_kv_heads), dtype=torch.int32, device=device)
+        self._boxes, self.max_batch = boxes, max_batch
+        blocks = -(-chunks * num_kv_heads // _BOX_WARPS)
+        self._claims = torch.zeros((2, blocks), dtype=torch.int32, device=device)
+        self._turn = 0
+        self._shares: torch.Tensor | None = None
         parts = (chunks, 2, num_kv_heads, group)
         self._partial = torch.empty((*parts, head_dim), dtype=torch.float32, device=device)
         self._stats = torch.empty((*parts, 2), dtype=torch.float32, device=device)
 
-    def plan(self, lens: torch.Tensor, rows: torch.Tensor) -> None:
+    @property
+    def places(self) -> int:
+        """Multiprocessors that `share_out` tells apart; 0: none, as their blocks have no places."""
+        return self._claims.shape[1] if self._boxes else 0
+
+    def share_out(self, speeds: npt.NDArray[np.float64] | None) -> None:
+        """From the next plan on cut many tiles by what each multiprocessor can read: `speeds`
+        [places], in any unit. None: evenly, as at first."""
+        shares = None if speeds is None else shares_of(speeds, len(self.chunks), self._kv_heads)
+        self._shares = None if shares is None else torch.from_numpy(shares).to(self.chunks.device)
+
+    def plan(self, lens: torch.Tensor, rows: torch.Tensor, *, even: bool = False) -> None:
         """Share out the work of requests with `lens` [B] tokens in `rows` [B] of the page table,
-        both int32 on the device. Lengths are 1 or more."""
-        self._plan(self.chunks, self.requests, lens, rows, self._balance)
+        both int32 on the device. Lengths are 1 or more. `even`: `attention_of_qkv` follows, whose
+        blocks may run anywhere."""
+        shares = None if even else self._shares
+        self._plan(self.chunks, self.requests, lens, rows, self._balance, shares, self._claims)
+        self._turn = 0
 
     def attention(
         self, q: torch.Tensor, k_slots: torch.Tensor, v_slots: torch.Tensor,
-        page_table: torch.Tensor,
+        page_table: torch.Tensor, times: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Attention of q [B, num_qo_heads, head_dim], contiguous, as it was planned.
 
         k_slots and v_slots are [slots, num_kv_heads, head_dim], contiguous; page_table
-        [rows, columns] int32 holds the slot of each token.
+        [rows, columns] int32 holds the slot of each token. `times` [places * warps, 2] int64, of
+        each place's warps the start and the end in nanoseconds, if it has `places`.
         """
         out = torch.empty_like(q)
         self._attention(
             q, out, k_slots, v_slots, page_table, self.chunks, self.requests, self._partial,
             self._stats, self._arrived, self._scale,
+            *((self._claims, self._turn, times) if self._boxes else ()),
         )  # fmt: skip
+        self._turn = 1 - self._turn
         return out
 
     def attention_of_qkv(
@@ -121,7 +148,7 @@ class DecodeAttention:
         """
         dim = cos_sin.shape[1]
         out = qkv.new_empty((len(qkv), qkv.shape[1] // dim - 2 * self._kv_heads, dim))
-        kernel = _attention[*self._signature, 1 if q_weight is None else 2]
+        kernel = _attention[*self._signature[:3], False, 1 if q_weight is None else 2]
         kernel(
             qkv, out, k_slots, v_slots, page_table, self.chunks, self.requests, self._partial,
             self._stats, self._arrived, self._scale, q_weight, k_weight, eps, cos_sin,
@@ -148,9 +175,21 @@ def max_chunks(sm_count: int, num_kv_heads: int) -> int:
     return min(max(1, sm_count * WARPS_PER_SM // num_kv_heads), _MAX_CHUNKS - 1)
 
 
+def shares_of(speeds: npt.NDArray[np.float64], chunks: int, kv_heads: int) -> Int32s:
+    """Sums of the shares of all chunks before each one, and of all: [chunks + 1].
+
+    A chunk is as fast as the slowest of the places [P] whose warps compute its heads.
+    """
+    workers = np.arange(chunks * kv_heads).reshape(chunks, kv_heads)
+    slowest = speeds[workers // _BOX_WARPS].min(axis=1)
+    sums = np.concatenate([[0.0], np.cumsum(slowest)])
+    return np.round(sums * (2**20 / sums[-1])).astype(np.int32)
+
+
 def plan_reference(
-    lens: Int32s, rows: Int32s, chunks: int, *, group: int, balance: int = BALANCE
-) -> tuple[Int32s, Int32s]:
+    lens: Int32s, rows: Int32s, chunks: int, *, group: int, balance: int = BALANCE,
+    shares: Int32s | None = None,
+) -> tuple[Int32s, Int32s]:  # fmt: skip
     """What `DecodeAttention.plan` leaves in `chunks` [chunks, 8] and `requests` [B + 1, 4]."""
     tiles = -(-lens.astype(np.int64) // TILE)
     ends = np.cumsum(tiles)
@@ -160,6 +199,8 @@ def plan_reference(
         least += 1
     count = min(chunks, -(-total // least))
     cuts = np.arange(count + 1) * total // count
+    if shares is not None and count == chunks and total >= MANY_TILES * count:
+        cuts = total * shares.astype(np.int64) // shares[-1]
     low = np.searchsorted(cuts, first, side="right") - 1
     high = np.searchsorted(cuts, ends - 1, side="right") - 1
     requests = np.zeros((len(lens) + 1, 4), np.int64)

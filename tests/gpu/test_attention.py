@@ -29,7 +29,9 @@ from minisgl_kernels.decode_attention import (
     _attention,
     decode_attention_reference,
     plan_reference,
+    shares_of,
 )
+from minisgl_kernels.decode_shares import multiprocessor_speeds
 from minisgl_kernels.qk_rope_store import qk_rope_store_reference
 
 DEVICE = torch.device("cuda")
@@ -49,8 +51,9 @@ def _compiled() -> None:
     shapes.append((torch.float16, 128, 2))
     boxes = [False, True] if torch.cuda.get_device_capability()[0] == 9 else [False]
     variants: list[tuple[Any, ...]] = [(*shape, b) for shape in shapes for b in boxes]
+    variants += [(halves, 128, 5, True), (halves, 64, 1, True)] if True in boxes else []
     fused = ((halves, 128, 2), (halves, 128, 5), (halves, 64, 3))
-    variants += [(*shape, b, n) for shape in fused for b in boxes for n in (1, 2)]
+    variants += [(*shape, False, n) for shape in fused for n in (1, 2)]
     prepare((_attention, variant) for variant in variants)
 
 
@@ -357,6 +360,41 @@ def test_the_kernel_of_our_own_gives_the_same_bits_each_time(shape: tuple[int, i
     case.assert_right(first, q, batch)
     for _ in range(50):
         assert torch.equal(backend.forward(q, 1, case.pool, batch), first)
+
+
+@pytest.mark.skipif(torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU")
+@pytest.mark.parametrize(
+    "shape", [(16, 8, 128), (5, 1, 128), (12, 4, 64), (9, 3, 64), (32, 32, 64)]
+)
+def test_multiprocessors_have_shares_by_their_speed(shape: tuple[int, int, int]) -> None:
+    """And the same bits come out, launch after launch, whichever of them computes what."""
+    heads, kv_heads, dim = shape
+    case = Case(*shape, 16, batch=64, max_seq_len=3000)
+    lens = lengths(case, 64)
+    kernel = DecodeAttention(
+        max_batch=64, num_qo_heads=heads, num_kv_heads=kv_heads, head_dim=dim,
+        dtype=torch.bfloat16, device=DEVICE, page_size=16,
+    )  # fmt: skip
+    speeds = multiprocessor_speeds(
+        kernel, num_qo_heads=heads, num_kv_heads=kv_heads, head_dim=dim, dtype=torch.bfloat16,
+        device=DEVICE,
+    )  # fmt: skip
+    for some in (speeds, case.random.uniform(0.75, 1.5, kernel.places), None):
+        kernel.share_out(some)
+        shares = None if some is None else shares_of(some, len(kernel.chunks), kv_heads)
+        step = case.step(lens - 1, np.ones(64, np.int64))
+        assert step.device_lens_dev is not None
+        kernel.plan(step.device_lens_dev, step.rows)
+        chunks, _ = plan_reference(
+            step.device_lens, step.rows.cpu().numpy(), len(kernel.chunks),
+            group=heads // kv_heads, shares=shares,
+        )  # fmt: skip
+        np.testing.assert_array_equal(kernel.chunks.cpu().numpy(), chunks)
+        q, slots = case.queries(64), (case.pool.k(1), case.pool.v(1))
+        first = kernel.attention(q, *slots, case.page_table)
+        case.assert_right(first, q, step)
+        for _ in range(30):
+            assert torch.equal(kernel.attention(q, *slots, case.page_table), first)
 
 
 @pytest.mark.parametrize("normalised", [True, False])

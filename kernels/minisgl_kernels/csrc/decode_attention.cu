@@ -1,9 +1,9 @@
 // Attention of decode steps: one new token a request over its paged keys and values.
 //
 // Reading keys and values is the work, so it is what is shared out: the tiles of 16 tokens of all
-// requests stand on one axis, cut into equal chunks; a warp computes a chunk for one KV head. Warps
-// of one chunk are neighbours, so that the heads of a token, which lie together in memory, are read
-// at about the same time. A request that a cut divides has partial results; the warp that ends last
+// requests stand on one axis, cut into chunks; a warp computes a chunk for one KV head. Warps of one
+// chunk are neighbours, so that the heads of a token, which lie together in memory, are read at about
+// the same time. A request that a cut divides has partial results; the warp that ends last
 // combines them. Warps need no one else: each keeps STAGES tiles in shared memory of its own, filled
 // by asynchronous copies. (Ends of chunks for whoever is done first made it slower: each part costs
 // more than it evens out.)
@@ -16,6 +16,10 @@
 // fill the 8 columns of a tensor-core product, and half of the arithmetic and of the registers of
 // the usual form (16 rows of queries) are spared. As accumulators, S' and O' hold the same columns
 // in the same lanes, so that rescaling needs no exchange.
+//
+// BOXES: a block has a multiprocessor to itself, and takes the place, and so the chunks, of the one
+// that it runs on: some reach the memory faster, and have larger shares. Bits depend on the shares
+// alone, not on who computes what.
 //
 // FUSED: q is the QKV product as it is. Each warp rotates the queries that it needs, and the one that
 // has a request's last tile the new key, which it stores, and the value; FUSED 2: normalised first.
@@ -37,6 +41,7 @@ constexpr int kLaneDims = HEAD_DIM / 32;  // dims a lane has when partial result
 
 static_assert(GROUP >= 1 && GROUP <= 8, "query heads of a KV head");
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "head dim");
+static_assert(!(BOXES && FUSED), "a new token is written where copies by lanes have rows");
 
 __device__ uint32_t pack(float low, float high) {
   Vec<Elem, 2> two;
@@ -76,6 +81,10 @@ struct Inputs {
   float* partial;         // [chunks, 2, kv_heads, GROUP, HEAD_DIM], not divided by the sum
   float2* stats;          // [chunks, 2, kv_heads, GROUP]: largest exponent, and sum
   int* arrived;           // [batch, kv_heads], zeros between launches
+  // BOXES alone:
+  int* claims;            // [blocks] of places; zeros
+  int* next_claims;       // of the next launch, zeros behind this one
+  int64_t* times;         // [warps, 2] start and end in nanoseconds; may be null
   int64_t q_step;         // elements from one request's q to that of the next
   int kv_heads;
   int max_chunks;
@@ -338,19 +347,60 @@ __device__ void combine(const Inputs& in, int index, int chunks, int head, int l
   }
 }
 
+#if BOXES
+// Takes this place, or the next one that no other block has. There are as many as blocks.
+__device__ int claim(int* claims, int place) {
+  while (atomicExch(claims + place, 1) != 0) {
+    place = place + 1 == static_cast<int>(gridDim.x) ? 0 : place + 1;
+  }
+  return place;
+}
+#endif
+
 __global__ void attention(const __grid_constant__ Inputs in) {
   DYNAMIC_SHARED(uint4, memory);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t worker = int64_t{blockIdx.x} * WARPS + warp;
-  const int number = static_cast<int>(worker / in.kv_heads);
-  const int head = static_cast<int>(worker % in.kv_heads);
   // Before `wait_for_previous` the kernel before this one may still run. It stores the new tokens
   // of this layer, so the tile of a request's last token waits for it; what else is copied here,
   // the plan, the page table and older tokens, is done with: no kernel is launched before the plan
   // has ended. Those are read from the L2 cache, where that is sure to be seen.
-  if (number >= in.max_chunks) return;
-  const Chunk chunk = load(in.chunks + number);
-  if (chunk.start == chunk.end) return;
+  int64_t worker;
+  int number;
+  const auto chunk_at = [&](int place) {
+    worker = int64_t{place} * WARPS + warp;
+    number = static_cast<int>(worker / in.kv_heads);
+    return number < in.max_chunks ? load(in.chunks + number) : Chunk{};
+  };
+#if BOXES
+  __shared__ int claimed;
+  const int near = multiprocessor() % static_cast<int>(gridDim.x);
+  Chunk chunk = chunk_at(near);  // while the claim is on its way
+  if (threadIdx.x == 0) claimed = claim(in.claims, near);
+  __syncthreads();
+  if (claimed != near) chunk = chunk_at(claimed);
+  if (in.times != nullptr && lane == 0) in.times[2 * worker] = nanoseconds();
+#else
+  const Chunk chunk = chunk_at(blockIdx.x);
+#endif
+  const auto begin_next = [&]() {
+#if BOXES
+    if (warp != 0) return;  // the next kernel begins when the claims are cleared
+    if (lane == 0) {
+      atomicExch(in.next_claims + claimed, 0);
+      __threadfence();
+    }
+    __syncwarp();
+#endif
+    launch_next();
+  };
+  if (chunk.start == chunk.end) {
+#if BOXES
+    wait_for_previous();
+    begin_next();
+#endif
+    return;
+  }
+  const int head = static_cast<int>(worker % in.kv_heads);
 
   // Warps' rings stand behind each other, and their barriers behind all.
   const uint32_t skipped = -shared_address(memory) % kRingAlign;
@@ -383,7 +433,7 @@ __global__ void attention(const __grid_constant__ Inputs in) {
   };
   if (FUSED) load_angles();  // no kernel writes these, either
   if (!waited) wait_for_others();
-  launch_next();
+  begin_next();
 
   const auto begin_request = [&]() {
     const int g = lane / 4;
@@ -477,9 +527,6 @@ __global__ void attention(const __grid_constant__ Inputs in) {
           added.value[half].store(NewToken::place(value_rows, i, half, lane));
         }
       }
-#if BOXES
-      publish_shared();  // before the next copy to this stage
-#endif
       __syncwarp();
     }
     stage = stage == STAGES - 1 ? 0 : stage + 1;
@@ -527,7 +574,7 @@ __global__ void attention(const __grid_constant__ Inputs in) {
     for (int i = 0; i < kSteps; ++i) {
       uint32_t a[4];
       load_transposed(a, values + in_tile(value_row, i / 4, i % 4 * 2 + value_piece));
-      if (BOXES && !FUSED) {
+      if (BOXES) {
         a[0] &= first_rows, a[1] &= first_rows;
         a[2] &= last_rows, a[3] &= last_rows;
       }
@@ -578,21 +625,29 @@ __global__ void attention(const __grid_constant__ Inputs in) {
     }
   }
   wait_groups<0>();
+#if BOXES
+  if (in.times != nullptr && lane == 0) in.times[2 * worker + 1] = nanoseconds();
+#endif
 }
 
 }  // namespace
 
-// (chunks [max_chunks, 8], requests [batch + 1 or more, 4], lens [batch], rows [batch], balance)
+// (chunks [max_chunks, 8], requests [batch + 1 or more, 4], lens [batch], rows [batch], balance,
+//  shares [max_chunks + 1] or None, claims [2, blocks] of decode_attention)
 EXPORT(plan_decode_attention) {
   const int batch = static_cast<int>(args.size(2, 0));
-  return launch(plan, batch > 0, kPlanThreads, (batch + 1) * sizeof(int), args.stream(),
-                args.data<const int>(2), args.data<const int>(3), args.data<Chunk>(0),
-                args.data<Request>(1), batch, args.size(0, 0), args.integer(4));
+  const int chunks = static_cast<int>(args.size(0, 0));
+  return launch(plan, batch > 0, kPlanThreads, (batch + 1 + chunks + 1) * sizeof(int), args.stream(),
+                args.data<const int>(2), args.data<const int>(3), args.data<const int>(5),
+                args.data<Chunk>(0), args.data<Request>(1), args.data<int>(6),
+                args.size(6, 0) * args.size(6, 1), batch, chunks, args.integer(4));
 }
 
 // (q, out [batch, heads, dim], k_slots, v_slots [slots, kv_heads, dim], page_table [rows, columns],
-//  chunks, requests, partial, stats, arrived, scale); FUSED: (qkv [batch, (heads + 2 kv_heads) dim],
-//  and then q_weight [dim] or None, k_weight, eps, cos_sin [positions, dim])
+//  chunks, requests, partial, stats, arrived, scale); BOXES: and then claims [2, blocks], which of
+//  both this launch has, the other one having been that of the launch before or nobody's since
+//  the plan, and times [warps, 2] int64 or None; FUSED: (qkv [batch, (heads + 2 kv_heads) dim], and
+//  then q_weight [dim] or None, k_weight, eps, cos_sin [positions, dim])
 EXPORT(decode_attention) {
   constexpr int kShared = WARPS * (kRingBytes + kBarrierBytes) + (BOXES ? kRingAlign : 0);
   static int ready = -1;  // the device on which the kernel may take that much shared memory
@@ -628,6 +683,13 @@ EXPORT(decode_attention) {
   in.scale = args.number(10) * 1.4426950408889634f;
   in.q_step = args.stride(0, 0);
   const int64_t blocks = (int64_t{in.max_chunks} * in.kv_heads + WARPS - 1) / WARPS;
+  if (BOXES) {
+    if (blocks != args.size(11, 1)) return failed("there are not as many claims as blocks");
+    const int64_t turn = args.integer(12);
+    in.claims = args.data<int>(11) + turn * blocks;
+    in.next_claims = args.data<int>(11) + (1 - turn) * blocks;
+    in.times = args.data<int64_t>(13);
+  }
   if (FUSED) {
     in.q_weight = args.data<const Elem>(11);
     in.k_weight = args.data<const Elem>(12);

@@ -1,5 +1,5 @@
 // Who computes which tiles of a decode step: tiles of 16 tokens of all requests stand on one axis,
-// cut into equal chunks.
+// cut into chunks, which are equal or have given shares.
 #pragma once
 
 #include "common.cuh"
@@ -23,10 +23,6 @@ struct alignas(16) Chunk {
 
 constexpr int kPlanThreads = 1024;
 
-__device__ int chunk_of(int tile, int chunks, int tiles) {
-  return static_cast<int>(((int64_t{tile} + 1) * chunks - 1) / tiles);
-}
-
 // A warp takes its tiles one after the other, and then one warp the parts of a request: so little
 // work that not all warps are needed is cut into about sqrt(balance * longest / GROUP) parts.
 __device__ int tiles_of_chunk(int longest, int balance) {
@@ -35,11 +31,16 @@ __device__ int tiles_of_chunk(int longest, int balance) {
   return least;
 }
 
-// One block. `chunks` [max_chunks] and `requests` [batch + 1] are written.
+// With so many tiles in each, chunks have their shares: with few, a start takes longer than they.
+constexpr int kManyTiles = 8;
+
+// One block. `chunks` [max_chunks] and `requests` [batch + 1] are written, and `claims` cleared.
+// `shares` [max_chunks + 1]: the sum of those of all chunks before; null: all are equal.
 __global__ void __launch_bounds__(kPlanThreads)
-    plan(const int* lens, const int* rows, Chunk* chunks, Request* requests, int batch,
-         int max_chunks, int balance) {
+    plan(const int* lens, const int* rows, const int* shares, Chunk* chunks, Request* requests,
+         int* claims, int claim_count, int batch, int max_chunks, int balance) {
   DYNAMIC_SHARED(int, first);  // [batch + 1] first tile of each request, and of all
+  int* const starts = first + batch + 1;  // [max_chunks + 1] the same of chunks
   __shared__ int warp_sums[kPlanThreads / 32], warp_longest[kPlanThreads / 32];
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   wait_for_previous();  // and no `launch_next`: see `attention`
@@ -73,25 +74,36 @@ __global__ void __launch_bounds__(kPlanThreads)
   const int tiles = first[batch];
   const int least = tiles_of_chunk(longest, balance);
   const int count = min(max_chunks, (tiles + least - 1) / least);
+  const bool shared_out = shares != nullptr && count == max_chunks && tiles >= kManyTiles * count;
+  for (int c = thread; c <= count; c += kPlanThreads) {
+    starts[c] = static_cast<int>(shared_out ? int64_t{tiles} * shares[c] / shares[count]
+                                            : int64_t{tiles} * c / count);
+  }
+  for (int i = thread; i < claim_count; i += kPlanThreads) claims[i] = 0;
+  __syncthreads();
+  // The last one of some that stands at this tile or before.
+  const auto last_at = [](const int* stands, int some, int tile) {
+    int low = 0, high = some - 1;
+    while (low < high) {
+      const int middle = (low + high + 1) / 2;
+      if (stands[middle] <= tile) low = middle; else high = middle - 1;
+    }
+    return low;
+  };
   const auto request = [&](int i) {
     return Request{first[i], lens[i], rows[i],
-                   chunk_of(first[i], count, tiles) << 16 |
-                       chunk_of(first[i + 1] - 1, count, tiles)};
+                   last_at(starts, count, first[i]) << 16 |
+                       last_at(starts, count, first[i + 1] - 1)};
   };
   for (int i = thread; i < batch; i += kPlanThreads) requests[i] = request(i);
   if (thread == 0) requests[batch] = Request{tiles, 0, 0, 0};
   for (int c = thread; c < max_chunks; c += kPlanThreads) {
     Chunk chunk = {};
     if (c < count) {
-      chunk.start = static_cast<int>(int64_t{c} * tiles / count);
-      chunk.end = static_cast<int>((int64_t{c} + 1) * tiles / count);
-      int low = 0, high = batch - 1;
-      while (low < high) {  // the last request that starts at this tile or before
-        const int middle = (low + high + 1) / 2;
-        if (first[middle] <= chunk.start) low = middle; else high = middle - 1;
-      }
-      chunk.index = low;
-      chunk.request = request(low);
+      chunk.start = starts[c];
+      chunk.end = starts[c + 1];
+      chunk.index = last_at(first, batch, chunk.start);
+      chunk.request = request(chunk.index);
     }
     chunks[c] = chunk;
   }

@@ -76,6 +76,20 @@ int launch_clusters(void (*kernel)(P...), int64_t blocks, int cluster, int threa
 
 // ---- device -----------------------------------------------------------------------------------
 
+// The multiprocessor that this runs on.
+__device__ inline int multiprocessor() {
+  int number;
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(number));
+  return number;
+}
+
+// The device's clock.
+__device__ inline int64_t nanoseconds() {
+  int64_t time;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time)::"memory");
+  return time;
+}
+
 __device__ inline void make_barrier(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -139,11 +153,6 @@ __device__ inline void copy_box_once(uint32_t to, const CUtensorMap* map, int ro
       ".L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to), "l"(map), "r"(0), "r"(row),
       "r"(part), "r"(barrier), "l"(policy)
       : "memory");
-}
-
-// What this thread did to shared memory, the accelerator sees, and writes to it after this.
-__device__ inline void publish_shared() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // What this thread can see of the device's memory, the accelerator sees after this.

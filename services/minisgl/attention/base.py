@@ -153,6 +153,10 @@ class AttentionBackend(ABC):
         """Raise `UsageError` where this device cannot do what is asked. `capability` is that of a
         CUDA device; None: another device."""
 
+    def measure_device(self) -> None:  # noqa: B027
+        """Measure, before the first step, what decides how the device shares out work. On CUDA,
+        and not on the default stream."""
+
     @abstractmethod
     def prepare_metadata(self, batch: ForwardBatch) -> None:
         """Fill `batch.metadata` for an eager step."""

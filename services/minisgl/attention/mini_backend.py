@@ -14,6 +14,7 @@ from minisgl.config import UsageError
 from minisgl.kvcache.pool import KVPool
 from minisgl_kernels.build import KernelUnavailable
 from minisgl_kernels.decode_attention import decode_attention_function
+from minisgl_kernels.decode_shares import multiprocessor_speeds
 
 FUSED_TOKENS = 32
 """Beyond it a launch costs less than what each warp computes again, measured on an H200."""
@@ -55,8 +56,18 @@ class MiniBackend(AttentionBackend):
         except KernelUnavailable as error:
             raise UsageError(f"--attention-backend mini: {error}; use fi") from None
 
+    def measure_device(self) -> None:
+        ctx = self.ctx
+        self._kernel.share_out(
+            multiprocessor_speeds(
+                self._kernel, num_qo_heads=ctx.num_qo_heads, num_kv_heads=ctx.num_kv_heads,
+                head_dim=ctx.head_dim, dtype=ctx.dtype, device=ctx.device,
+            )
+        )  # fmt: skip
+
     def prepare_metadata(self, batch: ForwardBatch) -> None:
-        self._kernel.plan(batch.device_lens_dev, batch.rows)  # type: ignore[arg-type]
+        even = len(batch.rows) <= FUSED_TOKENS
+        self._kernel.plan(batch.device_lens_dev, batch.rows, even=even)  # type: ignore[arg-type]
 
     def capture_metadata(self, batch: ForwardBatch) -> None:
         self.prepare_metadata(batch)

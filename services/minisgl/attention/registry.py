@@ -51,6 +51,10 @@ class HybridBackend(AttentionBackend):
         self.captures_prefill = prefill.captures_prefill  # type: ignore[misc]
         self.fuses = decode.fuses
 
+    def measure_device(self) -> None:
+        self._decode.measure_device()
+        self._prefill.measure_device()
+
     def prepare_metadata(self, batch: ForwardBatch) -> None:
         self._of(batch).prepare_metadata(batch)
 

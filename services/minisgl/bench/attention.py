@@ -115,6 +115,7 @@ def captured_step(
         capability=device_capability(device),
     )  # fmt: skip
     backend = _decoder(name, context)
+    backend.measure_device()
     rows = torch.arange(batch, dtype=torch.int32, device=device)
     step = ForwardBatch(
         input_ids=rows, positions=rows, out_loc=rows, rows=rows,

@@ -238,6 +238,7 @@ class Engine(StepEngine):
         runner.compile_kernels([*wanted, *([] if trial is None else trial.variants())])
         if trial is not None:
             trial.run()
+        attention.measure_device()
         own = {tokens: asdict(way) for tokens, way in network.model.chosen.items()}
         most = CUDA_GRAPH_MAX_BS if config.cuda_graph_max_bs is None else config.cuda_graph_max_bs
         sizes = graph_sizes(min(most, requests))

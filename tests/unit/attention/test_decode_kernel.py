@@ -40,6 +40,8 @@ def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (5, 1, 64, torch.float16, [33, 5, 290, 64, 2]),
         (3, 1, 64, torch.bfloat16, [500]),
         (8, 1, 64, torch.bfloat16, [15] * 9),
+        (8, 8, 64, torch.bfloat16, [150, 160, 220]),
+        (3, 3, 64, torch.bfloat16, [300, 520]),
     ],
 )
 def test_decode_attention_is_exact_and_leaves_its_counters_at_zero(
@@ -59,10 +61,16 @@ def test_decode_attention_is_exact_and_leaves_its_counters_at_zero(
         max_batch=batch, num_qo_heads=heads, num_kv_heads=kv_heads, head_dim=dim, dtype=dtype,
         device=torch.device("cpu"), sm_count=2, boxes=boxes,
     )  # fmt: skip
+    shares = None
+    if kernel.places:
+        speeds = np.linspace(1, 1.4, kernel.places)
+        kernel.share_out(speeds)
+        shares = decode.shares_of(speeds, len(kernel.chunks), kv_heads)
     kernel.plan(torch.tensor(lens, dtype=torch.int32), rows)
     chunks, requests = decode.plan_reference(
-        np.array(lens, np.int32), rows.numpy(), len(kernel.chunks), group=heads // kv_heads
-    )
+        np.array(lens, np.int32), rows.numpy(), len(kernel.chunks), group=heads // kv_heads,
+        shares=shares,
+    )  # fmt: skip
     np.testing.assert_array_equal(kernel.chunks.numpy(), chunks)
     np.testing.assert_array_equal(kernel.requests.numpy(), requests)
     exact = decode.decode_attention_reference(q, k, v, slots, lens, rows.tolist())
@@ -71,7 +79,8 @@ def test_decode_attention_is_exact_and_leaves_its_counters_at_zero(
         if backwards:
             monkeypatch.setenv("EMULATOR_BACKWARDS", "1")
         kernel._partial.fill_(torch.nan)
-        out = kernel.attention(q, k, v, slots)
+        times = torch.zeros(8 * kernel.places, 2, dtype=torch.int64) if kernel.places else None
+        out = kernel.attention(q, k, v, slots, times)
         for mine, want in zip(out.float(), exact, strict=True):
             assert (mine - want).norm() < 8e-3 * want.norm()
         assert not kernel._arrived.any()

@@ -247,6 +247,7 @@ template <class T>  // also on the memory of another block of the cluster
 T atomicAdd(T* at, T value) {
   return __atomic_fetch_add(at, value, __ATOMIC_SEQ_CST);
 }
+inline int atomicExch(int* at, int value) { return __atomic_exchange_n(at, value, __ATOMIC_SEQ_CST); }
 inline void __threadfence() {}
 template <class T>
 T __ldcg(const T* at) { return *at; }

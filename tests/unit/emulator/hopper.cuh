@@ -33,6 +33,10 @@ int launch_clusters(void (*kernel)(P...), int64_t blocks, int, int threads, size
   return launch(kernel, blocks, threads, shared, stream, arguments...);
 }
 
+// Two blocks come to each, one after the other.
+inline int multiprocessor() { return blockIdx.x / 2; }
+inline int64_t nanoseconds() { return 1; }
+
 // ---- barriers
 
 struct Barrier {  // 8 bytes, as the real one
@@ -109,7 +113,6 @@ inline void copy_tile(uint32_t to, const CUtensorMap* map, int row, int column, 
   copy_box_once(to, map, row, column / kChunk, barrier);
 }
 
-inline void publish_shared() {}
 inline void copy_tile_kept(uint32_t to, const CUtensorMap* map, int row, int column,
                            uint32_t barrier) {
   copy_tile(to, map, row, column, barrier);
