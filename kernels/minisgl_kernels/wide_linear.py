@@ -220,9 +220,9 @@ def turning_blocks(tokens: int, rows: int, k: int, dim: int) -> list[Blocks]:
     cuts = [
         cut for cut in possible_blocks(rows, k, tokens, _TURN) if turns(tokens, rows, k, dim, cut)
     ]
-    cuts = [cut for cut in cuts if cut.ways == 1 and cut.split <= 2 and cut.tiles <= 3]
+    cuts = [cut for cut in cuts if cut.ways == 1 and cut.split <= 2]
     cuts.sort(key=lambda cut: abs(math.log2(blocks_of(rows, cut) / 72)))
-    return cuts[:2] + [cut._replace(shared=HALF_BYTES) for cut in cuts[:1]]
+    return cuts[:3] + [cut._replace(shared=HALF_BYTES) for cut in cuts[:1]]
 
 
 def _call(
