@@ -207,6 +207,7 @@ def wide_turn(
 @functools.cache
 def turns(tokens: int, rows: int, k: int, dim: int, cut: Blocks) -> bool:
     """Whether `wide_turn` has a kernel for such blocks: each has the rows of one head of `dim`."""
+    tokens = -(-tokens // TILE) * TILE  # as the kernel is chosen; the last part may be empty
     return (
         ROWS * cut.groups == dim and rows % dim == 0 and computes(rows, k)
         and tokens <= MAX_TOKENS and width_of(tokens, cut) <= _TURN_TOKENS
@@ -222,7 +223,7 @@ def turning_blocks(tokens: int, rows: int, k: int, dim: int) -> list[Blocks]:
     ]
     cuts = [cut for cut in cuts if cut.ways == 1 and cut.split <= 2]
     cuts.sort(key=lambda cut: abs(math.log2(blocks_of(rows, cut) / 72)))
-    return cuts[:3] + [cut._replace(shared=HALF_BYTES) for cut in cuts[:1]]
+    return cuts[:3]
 
 
 def _call(
@@ -280,14 +281,14 @@ def likely_blocks(tokens: int, rows: int, k: int, mode: int) -> list[Blocks]:
             and 3 * 2 * K_STEP * (ROWS * cut.groups + width_of(tokens, cut)) < HALF_BYTES - _TAIL
         ]
         return cuts[:5] + pairs[:2]
-    few = tokens <= 32
-    forms = [(1, 1), (2, 1), (3, 1)] if few else [(1, 1), (2, 1), (2, 2)]
-    if tokens > 96:
-        forms = [(2, 2), (2, 3), (3, 2)]
+    full, most, half, least = [(1, 1), (2, 1), (2, 2)], 2, [(1, 3)], 1
+    if tokens <= 32:
+        full, most, half = [(1, 1), (2, 1), (3, 1)], 4, [(1, 2), (1, 3)]
+    elif tokens > 96:
+        full, most, half, least = [(2, 2), (2, 3), (3, 2)], 4, [(1, 2), (1, 3)], 2
     found = []
     for shared, wanted, some, count in (
-        (SHARED_BYTES, 56, forms, 4),
-        (HALF_BYTES, 150, [(1, 2), (1, 3)], 1 if few else 2),
+        (SHARED_BYTES, 56, full, most), (HALF_BYTES, 150, half, least),
     ):  # fmt: skip
         cuts = [
             cut

@@ -15,6 +15,8 @@ from minisgl_kernels.wide_linear import (
     max_tokens,
     possible_blocks,
     shape_of_blocks,
+    turning_blocks,
+    turns,
     wide_add_reference,
     wide_linear,
     wide_linear_reference,
@@ -47,6 +49,14 @@ def test_every_cut_covers_the_tokens_and_fits_a_block(
 def test_fewer_tokens_than_a_group_has_take_its_cut() -> None:
     cut = shape_of_blocks(1024, 2048, 176, 1)
     assert width_of(161, cut) == width_of(176, cut)
+
+
+@pytest.mark.parametrize("tokens", range(48, 257, 16))
+def test_tokens_that_round_up_to_one_number_turn_alike(tokens: int) -> None:
+    """Else a captured step may need a kernel that nothing has compiled before."""
+    shape = (4096, 1024, 128)
+    for cut in turning_blocks(tokens, *shape):
+        assert {turns(some, *shape, cut) for some in range(tokens - 15, tokens + 1)} == {True}
 
 
 def test_what_the_kernel_cannot_compute_is_said() -> None:

@@ -67,10 +67,8 @@ def product_variants(models: Iterable[Widths]) -> list[Variant]:
             for name, options in kernels.options(tokens, shapes, turned).items():
                 rows, k, mode = shapes[name]
                 for cut in (option.cut for option in options if option.cut is not None):
-                    turns = (
-                        name == "qkv" and turned and wide_linear.turns(tokens, rows, k, dim, cut)
-                    )
-                    for some in (tokens, *range(before + 1, tokens)):
-                        found[wide_linear.variant(some, cut, mode, turned=bool(turns))] = None
+                    for some in range(before + 1, tokens + 1):
+                        turns = name == "qkv" and wide_linear.turns(some, rows, k, turned, cut)
+                        found[wide_linear.variant(some, cut, mode, turned=turns)] = None
             before = tokens
     return list(found)
