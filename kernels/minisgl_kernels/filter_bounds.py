@@ -9,19 +9,26 @@ from collections.abc import Callable
 
 import torch
 
+from minisgl_kernels.build import KernelUnavailable
 from minisgl_kernels.cuda_build import Family
 from minisgl_kernels.sample import cluster_macros
 
 FilterBounds = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 THREADS = 512
+MAX_SHARED_BYTES = 227 * 1024
+"""Of a block of compute capability 9."""
 _STATIC_BYTES = 24 * 1024
 _KEY_BYTES = 4
 """Of a token in shared memory, whatever the type of its logit."""
+_CLUSTER = 8
 
 
 def _macros(dtype: torch.dtype, vocab_size: int) -> dict[str, str | int]:
-    return cluster_macros(dtype, vocab_size, _KEY_BYTES, _STATIC_BYTES) | {"THREADS": THREADS}
+    macros = cluster_macros(dtype)
+    if (vocab_size / _CLUSTER + 8) * _KEY_BYTES > MAX_SHARED_BYTES - _STATIC_BYTES:
+        raise KernelUnavailable(f"filters have no kernel for {vocab_size} tokens of {dtype}")
+    return macros | {"THREADS": THREADS}
 
 
 _family = Family("filter_bounds", "filter_bounds", _macros, joined=True)

@@ -12,32 +12,20 @@ from minisgl_kernels.cuda_build import Family, cuda_type
 
 Sample = Callable[..., torch.Tensor]
 
-MAX_SHARED_BYTES = 227 * 1024
-"""Of a block of compute capability 9."""
-FEW_THREADS, MANY_THREADS = 256, 1024
-"""Of a block, for a large batch and a small one."""
-_CLUSTER = 8
+THREADS = 256
+"""Of a block; a row has a cluster of eight."""
 _MIN_CAPABILITY = (9, 0)
-_STATIC_BYTES = 2 * 1024
 
 
-def cluster_macros(
-    dtype: torch.dtype, vocab_size: int, token_bytes: int, static_bytes: int
-) -> dict[str, str | int]:
-    """Of a kernel by which a cluster keeps a row in its blocks' shared memory.
-
-    Raises `KernelUnavailable` if the GPU has no clusters, or the row does not fit.
-    """
+def cluster_macros(dtype: torch.dtype) -> dict[str, str | int]:
+    """Of a kernel by which a cluster takes a row. Raises `KernelUnavailable`: no clusters."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < _MIN_CAPABILITY:
         raise KernelUnavailable("sampling needs clusters of thread blocks (compute capability 9)")
-    if (vocab_size / _CLUSTER + 8) * token_bytes > MAX_SHARED_BYTES - static_bytes:
-        raise KernelUnavailable(f"sampling has no kernel for {vocab_size} tokens of {dtype}")
     return {"ELEMENT": cuda_type(dtype)}
 
 
-def _macros(dtype: torch.dtype, vocab_size: int) -> dict[str, str | int]:
-    macros = cluster_macros(dtype, vocab_size, dtype.itemsize, _STATIC_BYTES)
-    return macros | {"FEW": FEW_THREADS, "MANY": MANY_THREADS}
+def _macros(dtype: torch.dtype) -> dict[str, str | int]:
+    return cluster_macros(dtype) | {"THREADS": THREADS}
 
 
 _family = Family("sample", "sample", _macros, ("-fmad=false",))
@@ -57,7 +45,7 @@ def sample(
     goes to place output_index[b] of the flat `token_pool` int32. Raises `KernelUnavailable`.
     """
     tokens = logits.new_empty(logits.shape[0], dtype=torch.int32) if out is None else out
-    _family[logits.dtype, logits.shape[1]](
+    _family[logits.dtype,](
         tokens, logits, temperature, seeds, positions, greedy, least, last, token_pool, output_index
     )
     return tokens

@@ -231,7 +231,8 @@ def test_a_graph_draws_anew_at_each_replay():
         assert torch.equal(tokens, expected_tokens(logits, rows))
 
 
-def test_a_vocabulary_beyond_shared_memory_has_no_kernel():
-    logits = torch.zeros(1, 1 << 20, device=DEVICE)
+def test_a_vocabulary_beyond_shared_memory_has_a_kernel_for_draws_and_none_for_filters():
+    logits = torch.randn(3, 1 << 20, device=DEVICE)
+    assert_same(logits, Rows(3, greedy=0.0))
     with pytest.raises(KernelUnavailable, match="1048576"):
-        sample(logits, *Rows(1).columns())
+        filter_bounds(logits, torch.ones(3, device=DEVICE), None, None, None)

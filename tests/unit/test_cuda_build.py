@@ -49,7 +49,7 @@ SOURCES = {
     "qk_rope_store": qk_rope_store._macros(128, torch.float16, True),
     "silu_and_mul": {**BF16, "WIDTH_OF_ROW": 3072},
     "decode_inputs": {},
-    "sample": {**BF16, "FEW": 256, "MANY": 1024},
+    "sample": {**BF16, "THREADS": 256},
     "filter_bounds": {**BF16, "THREADS": 512},
     "skinny_linear": {**BF16, "NORM": 1, "MODE": 2},
     "wide_linear": {"TOKENS": 96, "GROUPS": 2, "WAYS": 1, "SPLIT": 2, "MODE": 1},

@@ -33,8 +33,7 @@ BF16 = torch.bfloat16
 def emulated(monkeypatch):
     monkeypatch.setattr(cuda_build, "cuda_module", emulated_module)
     # fewer fibers: the same logic
-    monkeypatch.setattr(sample, "FEW_THREADS", 32)
-    monkeypatch.setattr(sample, "MANY_THREADS", 64)
+    monkeypatch.setattr(sample, "THREADS", 64)
     monkeypatch.setattr(filter_bounds, "THREADS", 64)
     modules = (
         embedding,
@@ -181,7 +180,9 @@ def test_sample_draws_the_tokens_of_the_reference(vocab_size, dtype):
 
 
 def test_sample_draws_the_tokens_of_the_reference_for_a_large_batch():
-    logits = torch.randn(18, 1000) * torch.tensor([0.01, 1.0, 20.0]).repeat(6)[:, None]
+    # so many tokens that a thread has several groups of them
+    logits = torch.randn(18, 20000) * torch.tensor([0.01, 1.0, 20.0]).repeat(6)[:, None]
+    logits[1::2].scatter_(1, torch.randint(0, 20000, (9, 3)), 25.0)
     given = columns(18)
     assert torch.equal(sample.sample(logits, *given), expected_tokens(logits, *given))
 
@@ -193,8 +194,18 @@ def test_sample_breaks_ties_as_the_reference(temperature):
     assert torch.equal(sample.sample(logits, *given), expected_tokens(logits, *given))
 
 
+@pytest.mark.parametrize(
+    ("largest", "spread", "temperature"),
+    [(7e3, 0.01, 0.02), (-1e3, 1.0, 0.01), (0.0, 1e30, 1e-6), (-1e38, 1e37, 1e-3), (3e38, 1.0, 1.0)],
+)
+def test_sample_draws_the_tokens_of_the_reference_far_from_zero(largest, spread, temperature):
+    logits = largest - torch.randn(4, 9000).abs() * spread
+    given = columns(4, temperature)
+    assert torch.equal(sample.sample(logits, *given), expected_tokens(logits, *given))
+
+
 def test_sample_treats_nan_and_infinities_as_the_reference():
-    logits = torch.randn(7, 1000)
+    logits = torch.randn(7, 9000)
     for row, value in enumerate((torch.nan, torch.inf, -torch.inf, -torch.nan)):
         logits[row, [777, 5 + row]] = value
     logits[4] = -torch.inf

@@ -18,7 +18,7 @@ PROGRAM = """
 #include "noise.h"
 extern "C" {
 void words(uint32_t block, uint32_t position, uint64_t seed, uint32_t* out) {
-  const minisgl::Words w = minisgl::philox(block, position, seed, seed >> 32);
+  const minisgl::Words w = minisgl::Philox(position, seed, seed >> 32).words(block);
   for (int i = 0; i < 4; ++i) out[i] = w.of[i];
 }
 void noises(const uint32_t* word, int64_t n, double* exact, float* bound) {
@@ -44,6 +44,7 @@ def noise(tmp_path_factory):
     made = build.library("noise", ["-O2", "-ffp-contract=off"], csrc=folder)
     made.max_noise.restype = ctypes.c_float
     made.words.argtypes = [ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p]
+    made.floors.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
     made.noises.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
     return made
 
@@ -103,8 +104,7 @@ def test_the_lower_bound_is_close_below_the_noise(noise):
     ]).astype(np.uint32)  # fmt: skip
     exact, _ = noises(noise, words)
     floor = np.empty(len(words), np.float32)
-    noise.floors(ctypes.c_void_p(words.ctypes.data), ctypes.c_int64(len(words)),
-                 ctypes.c_void_p(floor.ctypes.data))  # fmt: skip
+    noise.floors(words.ctypes.data, len(words), floor.ctypes.data)
     # room on both sides for the GPU's logarithms, which may be a bit or two off
     assert (exact - floor).min() > 5e-5
     assert (exact - floor).max() < 2e-4
@@ -150,3 +150,23 @@ def test_every_token_that_could_win_reaches_the_threshold(noise, kind, temperatu
         assert np.float32(below[winner].astype(np.float64) * slope + 22.874) >= floor
         likely = y > -27
         assert (bound[likely] - score[likely] > 4e-5).all()
+        assert_bounds_hold_before_the_largest_is_known(
+            noise, logits[row], words.reshape(-1)[:vocab], t, score
+        )
+
+
+def assert_bounds_hold_before_the_largest_is_known(noise, logits, words, t, score):
+    """The same in the units of logits / temperature, where rounding takes more.
+
+    `score`: what each token has in the end, where the largest logit has been subtracted.
+    """
+    scale = np.nextafter(np.float32(1) / t, np.float32(0))
+    shift = logits.max() * scale
+    slack = np.float32(np.abs(shift).astype(np.float64) * 2.0**-19 + 4e-5)
+    floors = np.empty(len(words), np.float32)
+    noise.floors(words.ctypes.data, len(words), floors.ctypes.data)
+    known = np.maximum(logits * scale + floors - shift - slack, np.float32(-3.1302))
+    likely = score > -4  # than the least noise of the largest logit
+    assert (known <= np.maximum(score, -3.1301)).all()
+    bound = (logits.astype(np.float64) * scale + noises(noise, words)[1]).astype(np.float32)
+    assert (bound >= score.astype(np.float32) + shift - slack)[likely].all()

@@ -31,22 +31,45 @@ MINISGL_HD uint64_t wide_product(uint32_t a, uint32_t b) {
 #endif
 }
 
-// Philox4x32-10 with counter (block, position, 0, 0): the words of tokens 4 block to 4 block + 3.
-MINISGL_HD Words philox(uint32_t block, uint32_t position, uint32_t k0, uint32_t k1) {
-  uint32_t c0 = block, c1 = position, c2 = 0, c3 = 0;
+// Philox4x32-10 with counters (block, position, 0, 0), whose words are those of tokens 4 block to
+// 4 block + 3. What is alike in all blocks of a row is computed once: the keys of the rounds, and
+// what the first three rounds make of the counter's zeros and the position.
+class Philox {
+ public:
+  MINISGL_HD Philox(uint32_t position, uint32_t k0, uint32_t k1) : first_(k1) {
+    const uint64_t fixed = wide_product(kMultiplier0, position ^ k0);
 #ifdef __CUDA_ARCH__
 #pragma unroll
 #endif
-  for (int round = 0; round < 10; ++round) {
-    const uint64_t p0 = wide_product(0xD2511F53u, c0), p1 = wide_product(0xCD9E8D57u, c2);
-    c0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ k0;
-    c1 = static_cast<uint32_t>(p1);
-    c2 = static_cast<uint32_t>(p0 >> 32) ^ c3 ^ k1;
-    c3 = static_cast<uint32_t>(p0);
-    k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+    for (int i = 0; i < 9; ++i) k0 += 0x9E3779B9u, k1 += 0xBB67AE85u, k0_[i] = k0, k1_[i] = k1;
+    k1_[0] ^= static_cast<uint32_t>(fixed >> 32);
+    k1_[1] ^= static_cast<uint32_t>(fixed);
   }
-  return Words{{c0, c1, c2, c3}};
-}
+
+  MINISGL_HD Words words(uint32_t block) const {
+    // After the first round c0 is `fixed`'s factor and c1 is 0.
+    uint64_t p0 = wide_product(kMultiplier0, block), p1;
+    uint32_t c0 = 0, c1 = 0, c2 = high(p0) ^ first_, c3 = static_cast<uint32_t>(p0);
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+    for (int i = 0; i < 9; ++i) {
+      p0 = i == 0 ? 0 : wide_product(kMultiplier0, c0);  // in the keys
+      p1 = wide_product(kMultiplier1, c2);
+      c0 = high(p1) ^ c1 ^ k0_[i];
+      c1 = static_cast<uint32_t>(p1);
+      c2 = high(p0) ^ c3 ^ k1_[i];
+      c3 = static_cast<uint32_t>(p0);
+    }
+    return Words{{c0, c1, c2, c3}};
+  }
+
+ private:
+  static constexpr uint32_t kMultiplier0 = 0xD2511F53u, kMultiplier1 = 0xCD9E8D57u;
+  MINISGL_HD static uint32_t high(uint64_t product) { return static_cast<uint32_t>(product >> 32); }
+
+  uint32_t first_, k0_[9], k1_[9];
+};
 
 // Natural logarithm of a positive normal number.
 MINISGL_HD double log_exact(double v) {

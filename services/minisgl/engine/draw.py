@@ -99,7 +99,7 @@ def _draw_on_cuda(logits: Tensor, largest: Tensor, batch: DrawBatch) -> Tensor:
         tokens: Tensor = kernel(
             logits, batch.temperature, batch.seeds, batch.positions, greedy, least, last
         )
-    except KernelUnavailable:  # of this vocabulary
+    except KernelUnavailable:  # of this type
         return draw_reference(logits, largest, batch)
     return tokens.long()
 
