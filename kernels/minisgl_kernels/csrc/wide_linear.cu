@@ -2,10 +2,11 @@
 //
 // The rows of W are the 64 rows of a warpgroup's product and the tokens its columns, so that hardly
 // a tensor core works on padding. A block has 64 GROUPS rows and up to TOKENS tokens. SPLIT blocks, a
-// cluster, share the K dimension, so that enough multiprocessors have work. Within a block, WAYS warpgroups take turns with the same rows: the
-// products of few tokens are short, and each waits for the one before. One thread has tiles of 64 k of W and of x copied to shared memory,
-// swizzled, some stages ahead. At the end each block adds up, in the order of the blocks, what those
-// that share its K dimension have of its part of the tokens.
+// cluster, share the K dimension, so that enough multiprocessors have work. Within a block, WAYS
+// warpgroups take turns with the same rows: the products of few tokens are short, and each waits for
+// the one before. One thread has tiles of 64 k of W and of x copied to shared memory, swizzled, some
+// stages ahead. At the end each block adds up, in the order of the blocks, what those that share its
+// K dimension have of its part of the tokens.
 //
 // W does not depend on the kernel before: all stages' weights are on their way before the block
 // waits for it.
