@@ -52,8 +52,9 @@ def multiprocessor_speeds(
     q = torch.zeros((REQUESTS, num_qo_heads, head_dim), device=device, dtype=dtype)
     times = torch.zeros((kernel.places * WARPS_PER_SM, 2), dtype=torch.int64, device=device)
 
-    def durations(speeds: Speeds | None) -> Speeds:
-        """Nanoseconds of each place from the start of the launch on, the median of some."""
+    def launched(speeds: Speeds | None) -> tuple[Speeds, float]:
+        """Nanoseconds from the start of a launch until each place is done, and until all are: the
+        medians of some launches."""
         kernel.share_out(speeds)
         kernel.plan(lens, rows)
         found = []
@@ -61,15 +62,16 @@ def multiprocessor_speeds(
             kernel.attention(q, slots[0], slots[1], table, times)
             both = times.cpu().numpy().reshape(kernel.places, WARPS_PER_SM, 2)
             found.append(both[:, :, 1].max(axis=1) - both[:, :, 0].min())
-        return np.median(found[1:], axis=0)
+        some = np.array(found[1:])  # the first one reads what was just written
+        return np.median(some, axis=0), float(np.median(some.max(axis=1)))
 
     speeds = np.ones(kernel.places)
-    even = last = durations(None)
+    each, even = launched(None)
     for _ in range(ROUNDS):
-        speeds = np.clip(speeds * (last.mean() / last), *LIMITS)
+        speeds = np.clip(speeds * (each.mean() / each), *LIMITS)
         speeds /= speeds.mean()
-        last = durations(speeds)
-    better = last.max() < CLEARLY * even.max()
+        each, whole = launched(speeds)
+    better = whole < CLEARLY * even
     kernel.share_out(None)
     measured().put(name, [round(float(x), 3) for x in speeds] if better else "even")
     return np.round(speeds, 3) if better else None
