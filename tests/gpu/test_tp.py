@@ -53,8 +53,8 @@ def greedy(folders: dict[str, Path]) -> Callable[[str, int], list[GenerationOutp
 
 
 def float32_error(folder: Path, outputs: list[GenerationOutput]) -> float:
-    """How far a token's logprobs are from those of float32: of the roots of their mean squares the
-    median, as a router that just takes another expert puts a few tokens far off, on one rank too."""
+    """How far a token's logprobs are from those of float32: the median of the roots of their mean
+    squares, as a router that just takes another expert puts a few far off, on one rank too."""
     whole = [p + o.token_ids for p, o in zip(prompts(), outputs, strict=True)]
     errors = []
     for prompt, out, logits in zip(
