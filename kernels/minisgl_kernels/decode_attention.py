@@ -92,7 +92,7 @@ class DecodeAttention:
         self._boxes, self.max_batch = boxes, max_batch
         blocks = -(-chunks * num_kv_heads // _BOX_WARPS)
         self._claims = torch.zeros((2, blocks), dtype=torch.int32, device=device)
-        self._turn = 0
+        self._turn, self._even = 0, False
         self._shares: torch.Tensor | None = None
         parts = (chunks, 2, num_kv_heads, group)
         self._partial = torch.empty((*parts, head_dim), dtype=torch.float32, device=device)
@@ -111,11 +111,12 @@ class DecodeAttention:
 
     def plan(self, lens: torch.Tensor, rows: torch.Tensor, *, even: bool = False) -> None:
         """Share out the work of requests with `lens` [B] tokens in `rows` [B] of the page table,
-        both int32 on the device. Lengths are 1 or more. `even`: `attention_of_qkv` follows, whose
-        blocks may run anywhere."""
+        both int32 on the device. Lengths are 1 or more. `even`: for few requests, or because
+        `attention_of_qkv` follows: blocks may run anywhere, and lanes copy the tiles, which begins
+        sooner than boxes do."""
         shares = None if even else self._shares
         self._plan(self.chunks, self.requests, lens, rows, self._balance, shares, self._claims)
-        self._turn = 0
+        self._turn, self._even = 0, even
 
     def attention(
         self, q: torch.Tensor, k_slots: torch.Tensor, v_slots: torch.Tensor,
@@ -125,15 +126,19 @@ class DecodeAttention:
 
         k_slots and v_slots are [slots, num_kv_heads, head_dim], contiguous; page_table
         [rows, columns] int32 holds the slot of each token. `times` [places * warps, 2] int64, of
-        each place's warps the start and the end in nanoseconds, if it has `places`.
+        each place's warps the start and the end in nanoseconds, if it has `places` and the plan was
+        not to be even.
         """
         out = torch.empty_like(q)
-        self._attention(
+        given = (
             q, out, k_slots, v_slots, page_table, self.chunks, self.requests, self._partial,
             self._stats, self._arrived, self._scale,
-            *((self._claims, self._turn, times) if self._boxes else ()),
         )  # fmt: skip
-        self._turn = 1 - self._turn
+        if self._boxes and not self._even:
+            self._attention(*given, self._claims, self._turn, times)
+            self._turn = 1 - self._turn
+        else:
+            _attention[*self._signature[:3], False](*given)
         return out
 
     def attention_of_qkv(
