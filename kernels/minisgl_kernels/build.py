@@ -198,13 +198,20 @@ def build_results(results: Sequence[Result], make: Make, root: Path | None = Non
 
 def is_kept(result: Result) -> bool:
     """Whether a result need not be made."""
-    return _built_ahead(result) is not None or result.within(cache_root()).exists()
+    return _built_ahead(result) is not None or _exists(result.within(cache_root()))
 
 
 def _built_ahead(result: Result) -> Path | None:
     folder = os.environ.get(AHEAD_ENV)
-    found = result.within(Path(folder)) if folder else None
-    return found if found is not None and found.exists() else None
+    found = result.within(Path(folder).absolute()) if folder else None
+    return found if found is not None and _exists(found) else None
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a folder of another user
+        return False
 
 
 def _build(results: Sequence[Result], make: Make, root: Path) -> None:

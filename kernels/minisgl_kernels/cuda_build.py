@@ -70,10 +70,17 @@ def cuda_module(
     Raises `KernelUnavailable`: no GPU, no nvcc, no TVM FFI, or a source that does not compile.
     """
     variant = _variant(name, macros, flags, csrc)
-    module = load_result(
-        variant.result, _maker([variant]), lambda path: _tvm_ffi().load_module(str(path))
-    )
+    module = load_result(variant.result, _maker([variant]), _loaded)
     return _Exports(module, variant.result.key)
+
+
+def _loaded(path: Path) -> Any:
+    try:
+        return _tvm_ffi().load_module(str(path))
+    except KernelUnavailable:
+        raise
+    except RuntimeError as error:  # what TVM FFI says of a file that is cut short or foreign
+        raise OSError(str(error)) from error
 
 
 class _Exports:

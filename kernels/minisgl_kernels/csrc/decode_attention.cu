@@ -384,7 +384,9 @@ __global__ void attention(const __grid_constant__ Inputs in) {
 #endif
   const auto begin_next = [&]() {
 #if BOXES
-    if (warp != 0) return;  // the next kernel begins when the claims are cleared
+    // Products let the next kernel begin before they wait, so the next layer's attention may run as
+    // soon as this launch lets go: not before the claims that it takes are cleared.
+    if (warp != 0) return;
     if (lane == 0) {
       atomicExch(in.next_claims + claimed, 0);
       __threadfence();

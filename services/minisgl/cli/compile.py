@@ -37,9 +37,14 @@ def run(args: argparse.Namespace, life: Lifecycle) -> int:
     began = time.monotonic()
     try:
         count = compile_ahead(product_variants(models or COMMON.values()), (9, 0), folder)
+        if args.folder:  # who reads it may be another user, as in an image
+            for kept in filter(Path.is_dir, folder.iterdir()):
+                kept.chmod(0o755)
     except KernelUnavailable as error:
         raise StartError(str(error)) from error
     except OSError as error:
-        raise UsageError(f"--folder {str(folder)!r} cannot be written: {error}") from error
+        raise UsageError(
+            f"{folder} cannot be written: {error.strerror or error}; name a folder by --folder"
+        ) from error
     print(f"{folder}: {count} kernels, in {time.monotonic() - began:.0f} s")
     return 0

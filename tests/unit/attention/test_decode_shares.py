@@ -72,7 +72,10 @@ def test_even_shares_stay_where_no_others_are_clearly_better() -> None:
     assert again.launches == 0, "that even shares are as good is kept, too"
 
 
-@pytest.mark.parametrize("kept_value", ["odd", [1.0] * (PLACES - 1), 3])
+@pytest.mark.parametrize(
+    "kept_value",
+    ["odd", [1.0] * (PLACES - 1), 3, [None] * PLACES, [0.0] * PLACES, ["1"] * PLACES],
+)
 def test_what_was_kept_for_something_else_is_measured_again(
     kept: Measured, kept_value: object
 ) -> None:
@@ -83,6 +86,23 @@ def test_what_was_kept_for_something_else_is_measured_again(
     again = Kernel(np.ones(PLACES))
     assert speeds_of(again) is None
     assert again.launches > 0
+
+
+@pytest.mark.parametrize("error", [torch.cuda.OutOfMemoryError("no memory"), None])
+def test_shares_are_even_where_nothing_can_be_measured(
+    kept: Measured, error: Exception | None, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    kernel = Kernel(np.ones(PLACES))
+
+    def attention(*arguments: torch.Tensor) -> None:
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(kernel, "attention", attention)  # without one, all times are zero
+    assert speeds_of(kernel) is None
+    assert not kept._values, "it is measured at the next start"
+    assert "not measured" in caplog.text
 
 
 def test_small_batches_and_kernels_without_places_are_not_measured() -> None:
