@@ -26,6 +26,7 @@ import signal
 import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 
@@ -188,10 +189,12 @@ class Cluster:
             )
 
     def _is_up(self, node: Node) -> bool:
-        if self.is_ready(node.name):
-            return True
         node.start_agents()  # a service manager starts a kubelet that has ended again, too
-        return False
+        if not self.is_ready(node.name):
+            return False
+        # That may be from before a short loss of power: the control plane believes it for a while.
+        lease = self.kubectl.get("lease", node.name, "--namespace=kube-node-lease")
+        return datetime.fromisoformat(lease["spec"]["renewTime"]) > node.since
 
     def is_ready(self, node: str) -> bool:
         """Whether Kubernetes takes a node for Ready."""

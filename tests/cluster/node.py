@@ -12,6 +12,7 @@ import signal
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,8 @@ class Node:
         self.folder = around.folder / self.name
         self.cgroup = f"msgl-{self.name}"
         self._power: Program | None = None
+        self.since = datetime.now(UTC)
+        """When it got its power."""
         self._agents: list[Program] = []
         self._configure()
         around.images.copy_to(self.folder / "var/lib/containerd")
@@ -91,6 +94,7 @@ class Node:
                 "--pid", "--fork", "--kill-child", "--mount-proc", str(around.pause),
             ],
         )  # fmt: skip
+        self.since = datetime.now(UTC)
         self._power.start()
         power = self._power.pid
         wait_until(lambda: child(power) > 0, 10, lambda: "the node has no process 1")
