@@ -75,10 +75,9 @@ def cuda_module(
 
 
 def _loaded(path: Path) -> Any:
+    tvm_ffi = _tvm_ffi()
     try:
-        return _tvm_ffi().load_module(str(path))
-    except KernelUnavailable:
-        raise
+        return tvm_ffi.load_module(str(path))
     except RuntimeError as error:  # what TVM FFI says of a file that is cut short or foreign
         raise OSError(str(error)) from error
 

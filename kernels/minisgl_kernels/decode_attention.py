@@ -43,7 +43,6 @@ def _macros(
         raise KernelUnavailable(f"decode attention has no kernel for heads of {head_dim}")
     if not 1 <= group <= _MAX_GROUP:
         raise KernelUnavailable(f"decode attention has no kernel for {group} queries a KV head")
-    boxes = boxes and not fused  # a new token is written where copies by lanes have its row
     return {
         "T": cuda_type(dtype), "HEAD_DIM": head_dim, "GROUP": group, "STAGES": _STAGES[head_dim],
         "WARPS": _BOX_WARPS if boxes else _WARPS, "BOXES": int(boxes), "FUSED": fused,

@@ -76,9 +76,7 @@ struct Turn {  // of MODE 3
   int q_heads, kv_heads;
 };
 
-struct alignas(4) Two {
-  T of[2];
-};
+using Two = Vec<T, 2>;
 
 // silu(gate) * up, in a few instructions without a branch.
 __device__ inline float gated(float gate, float up) {
@@ -158,8 +156,7 @@ __global__ void __launch_bounds__(kThreads)
   // Of MODE 3 a thread has two neighbouring rows of a head, and the two that are turned with them:
   // two cosines and two sines.
   auto load_pairs = [](const T* from) {
-    const Two first = *reinterpret_cast<const Two*>(from);
-    const Two second = *reinterpret_cast<const Two*>(from + kRows / 2);
+    const Two first = Two::load(from), second = Two::load(from + kRows / 2);
     return Four{{first.of[0], first.of[1], second.of[0], second.of[1]}};
   };
   float4 angles[MODE == 3 ? kTurns : 1];
@@ -378,10 +375,10 @@ __global__ void __launch_bounds__(kThreads)
           stores = place >= 0;
         }
         if (stores) {
-          Two* const halves[2] = {reinterpret_cast<Two*>(to + piece * 2),
-                                  reinterpret_cast<Two*>(to + kRows / 2 + piece * 2)};
-          *halves[0] = {{from_float<T>(f[0]), from_float<T>(f[1])}};
-          *halves[1] = {{from_float<T>(f[2]), from_float<T>(f[3])}};
+          const Two first = {{from_float<T>(f[0]), from_float<T>(f[1])}};
+          const Two second = {{from_float<T>(f[2]), from_float<T>(f[3])}};
+          first.store(to + piece * 2);
+          second.store(to + kRows / 2 + piece * 2);
         }
       }
     } else {
